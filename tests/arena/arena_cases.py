@@ -44,7 +44,7 @@ class AllocatesInBackward(torch.autograd.Function):
         return gradient
 
 
-def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_: Any) -> None:
+def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_):
     with served(MIB):
         assert not lies_in_arena(torch.empty(MIB, dtype=torch.uint8))
         assert lies_in_arena(born(MIB))
@@ -65,7 +65,7 @@ def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_: A
     assert not lies_in_arena(born(MIB))  # of no size any more
 
 
-def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: Any) -> None:
+def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_):
     sizes = [65536, 70000, 262144, MIB]
     before = used()
     passed: queue.Queue[tuple[torch.Tensor, int]] = queue.Queue()
@@ -94,7 +94,7 @@ def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: 
     assert used() == before
 
 
-def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_: Any) -> None:
+def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_):
     with served(MIB, 2 * MIB, 3 * MIB):
         ARENA.trim()
         blocks = [born(MIB) for _ in range(6)]
@@ -110,7 +110,7 @@ def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_: Any) ->
         del mixed
 
 
-def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_before(_: Any) -> None:
+def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_before(_):
     with served(MIB, 64 * MIB):
         ARENA.trim()
         least = populated()
@@ -134,7 +134,7 @@ def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_befo
             ARENA.end_step()
 
 
-def case_trim_gives_back_all_that_no_tensor_has(_: Any) -> None:
+def case_trim_gives_back_all_that_no_tensor_has(_):
     with served(MIB, 8 * MIB):
         kept = born(MIB).fill_(7)
         gone = born(8 * MIB)
@@ -146,7 +146,7 @@ def case_trim_gives_back_all_that_no_tensor_has(_: Any) -> None:
         assert lies_in_arena(again)
 
 
-def case_a_pinned_block_outlives_its_tensor(_: Any) -> None:
+def case_a_pinned_block_outlives_its_tensor(_):
     with served(MIB):
         before = used()
         tensor = born(MIB).fill_(3)
@@ -166,7 +166,7 @@ def case_a_pinned_block_outlives_its_tensor(_: Any) -> None:
             assert used() == before
 
 
-def case_a_storage_that_is_moved_leaves_a_pinned_block_where_it_is(_: Any) -> None:
+def case_a_storage_that_is_moved_leaves_a_pinned_block_where_it_is(_):
     with served(MIB):
         tensor = born(MIB).fill_(5)
         offset = ARENA.pin(tensor.data_ptr(), MIB)
@@ -181,7 +181,7 @@ def case_a_storage_that_is_moved_leaves_a_pinned_block_where_it_is(_: Any) -> No
         assert used() == before - MIB
 
 
-def case_what_is_in_no_block_cannot_be_pinned(_: Any) -> None:
+def case_what_is_in_no_block_cannot_be_pinned(_):
     with served(MIB):
         tensor = born(MIB)
         address = tensor.data_ptr()
@@ -191,7 +191,7 @@ def case_what_is_in_no_block_cannot_be_pinned(_: Any) -> None:
         assert ARENA.pin(address, MIB) == -1
 
 
-def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_changes_it(_: Any) -> None:
+def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_changes_it(_):
     with served(MIB):
         neighbours = [born(MIB).fill_(number) for number in range(3)]
         tensor = neighbours[1]
@@ -224,7 +224,7 @@ def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_change
         assert address not in [one.data_ptr() for one in [born(MIB) for _ in range(8)]]  # a peer may still write there
 
 
-def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_: Any) -> None:
+def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_):
     with served(MIB, 32 * MIB):
         descriptor = ARENA.open(True)
         ARENA.trim()
@@ -259,7 +259,7 @@ class NodeOfOne:
         self.withdrawn = True
 
 
-def case_what_cannot_be_made_private_after_a_failure_stays_pinned_and_gradients_are_copied(_: Any) -> None:
+def case_what_cannot_be_made_private_after_a_failure_stays_pinned_and_gradients_are_copied(_):
     with served(MIB):
         before, node = used(), NodeOfOne()
         slots = [Slot("weight", (MIB // 4,), np.dtype(np.float32))]
@@ -281,7 +281,7 @@ def case_what_cannot_be_made_private_after_a_failure_stays_pinned_and_gradients_
         assert used() == before + MIB
 
 
-def case_where_it_is_switched_off_nothing_is_served_and_what_was_pinned_is_given_back(_: Any) -> None:
+def case_where_it_is_switched_off_nothing_is_served_and_what_was_pinned_is_given_back(_):
     with served(MIB):
         before = used()
         tensor = born(MIB)
@@ -300,7 +300,7 @@ def case_where_it_is_switched_off_nothing_is_served_and_what_was_pinned_is_given
     assert not lies_in_arena(born(MIB))
 
 
-def case_a_default_device_of_pytorch_does_not_pass_for_another_allocator(_: Any) -> None:
+def case_a_default_device_of_pytorch_does_not_pass_for_another_allocator(_):
     with served(), torch.device("meta"):
         another = Arena()
         assert another.open(True) >= 0

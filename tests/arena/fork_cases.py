@@ -13,7 +13,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ def in_child(work: Callable[[], None], meanwhile: Callable[[], None] = lambda: N
     assert status == 0, f"the child ended with status {status}"
 
 
-def case_what_a_child_writes_does_not_reach_its_parent(_: Any) -> None:
+def case_what_a_child_writes_does_not_reach_its_parent(_):
     with served(MIB):
         weight = torch.nn.Parameter(torch.ones(MIB // 4))
         (weight * 3).sum().backward()
@@ -67,7 +66,7 @@ def case_what_a_child_writes_does_not_reach_its_parent(_: Any) -> None:
         assert bool((gradient == 3).all())
 
 
-def case_a_child_has_what_was_there_when_it_was_forked(_: Any) -> None:
+def case_a_child_has_what_was_there_when_it_was_forked(_):
     """Whatever its parent, other ranks and its parent's next tensors write, before and after it has looked."""
     with served(MIB):
         written, dropped, by_a_peer = (born(MIB).fill_(number) for number in (1, 2, 3))
@@ -107,7 +106,7 @@ def case_a_child_has_what_was_there_when_it_was_forked(_: Any) -> None:
             os.close(descriptor)
 
 
-def case_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(_: Any) -> None:
+def case_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(_):
     with served(64 * MIB):
         tensor = born(64 * MIB).fill_(1)
         ARENA.end_step()
@@ -134,7 +133,7 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def case_a_child_for_which_there_is_no_memory_cannot_read_what_will_change(_: Any) -> None:
+def case_a_child_for_which_there_is_no_memory_cannot_read_what_will_change(_):
     with served(64 * MIB):
         tensor = born(64 * MIB).fill_(1)
         ARENA.end_step()
@@ -156,7 +155,7 @@ def case_a_child_for_which_there_is_no_memory_cannot_read_what_will_change(_: An
         in_child(lambda: None)
 
 
-def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_: Any) -> None:
+def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_):
     with served(MIB):
         tensors = [born(MIB).fill_(number) for number in range(4)]
         before = used()
@@ -174,7 +173,7 @@ def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memor
         assert lies_in_arena(born(MIB))
 
 
-def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_: Any) -> None:
+def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_):
     with served(MIB):
         tensor = born(MIB).fill_(1)
         offset = ARENA.pin(tensor.data_ptr(), MIB)
@@ -191,7 +190,7 @@ def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_: 
         ARENA.unpin([offset])
 
 
-def case_a_private_block_is_private_to_the_child_too(_: Any) -> None:
+def case_a_private_block_is_private_to_the_child_too(_):
     with served(MIB):
         tensors = [born(MIB).fill_(number) for number in range(3)]
         offset = ARENA.pin(tensors[1].data_ptr(), MIB)
@@ -207,7 +206,7 @@ def case_a_private_block_is_private_to_the_child_too(_: Any) -> None:
         assert [int(one[7]) for one in tensors] == [0, 1, 2]
 
 
-def case_a_child_can_reach_nothing_of_the_arenas_file(_: Any) -> None:
+def case_a_child_can_reach_nothing_of_the_arenas_file(_):
     with served(MIB):
         tensor = born(MIB).fill_(1)
 
@@ -223,7 +222,7 @@ def case_a_child_can_reach_nothing_of_the_arenas_file(_: Any) -> None:
         assert ARENA.open(True) >= 0
 
 
-def case_a_fork_while_other_threads_allocate_does_not_hang(_: Any) -> None:
+def case_a_fork_while_other_threads_allocate_does_not_hang(_):
     sizes = [65536, MIB]
     over = threading.Event()
 

@@ -61,7 +61,7 @@ def memories_for(codec: PayloadCodec, size: int, elements: int, seed: int | None
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "dgc"])
-def test_what_was_handed_on_plus_what_ranks_keep_is_what_came_in(name: str, size: int) -> None:
+def test_what_was_handed_on_plus_what_ranks_keep_is_what_came_in(name, size):
     codec = CODECS[name]
     for elements in ELEMENTS:
         memories = memories_for(codec, size, elements)
@@ -94,7 +94,7 @@ def oracle(codec: PayloadCodec, inputs: list[Array], way: str) -> Array:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", WITHOUT_FEEDBACK)
-def test_every_aggregation_agrees_with_float64(name: str, size: int) -> None:
+def test_every_aggregation_agrees_with_float64(name, size):
     codec = WITHOUT_FEEDBACK[name]
     for elements in [one for one in ELEMENTS if one]:
         # Whole numbers, of which sums are exact in float32 and float64 alike, so that both encode the same values.
@@ -109,7 +109,7 @@ def test_every_aggregation_agrees_with_float64(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_dense_payloads_send_the_bytes_of_two_phases(size: int) -> None:
+def test_dense_payloads_send_the_bytes_of_two_phases(size):
     elements = 1024 * size
     for codec in (Int8(), OneBit()):
         _, sent = reduced(codec, gradients(size, elements), memories_for(codec, size, elements))
@@ -117,7 +117,7 @@ def test_dense_payloads_send_the_bytes_of_two_phases(size: int) -> None:
         assert sent == [2 * (size - 1) * chunk] * size
 
 
-def test_sparse_payloads_go_the_way_that_sends_less() -> None:
+def test_sparse_payloads_go_the_way_that_sends_less():
     codec = TopK(0.01)
     assert codec.way(100_000, 2)[0] == "gather"
     assert codec.way(100_000, 3)[0] == "two_phase"
@@ -133,7 +133,7 @@ def test_sparse_payloads_go_the_way_that_sends_less() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_other_floating_types_are_converted_there_and_back(dtype: str, size: int) -> None:
+def test_other_floating_types_are_converted_there_and_back(dtype, size):
     inputs = gradients(size, 300)
     codec = Int8()
     narrow = [one.astype(dtype) for one in inputs]
@@ -144,7 +144,7 @@ def test_other_floating_types_are_converted_there_and_back(dtype: str, size: int
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after_it(name: str, size: int) -> None:
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after_it(name, size):
     codec = CODECS[name]
     memories = memories_for(codec, size, 3000, seed=1)
     for odd in (np.nan, np.inf):
@@ -158,7 +158,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_tally_counts_what_travelled(size: int) -> None:
+def test_the_tally_counts_what_travelled(size):
     codec = TopK(0.01)
     memories = memories_for(codec, size, 48_000)
     _, sent = reduced(codec, gradients(size, 48_000), memories)
@@ -168,7 +168,7 @@ def test_the_tally_counts_what_travelled(size: int) -> None:
         assert memory.tally.encode_seconds > 0 < memory.tally.decode_seconds
 
 
-def test_one_rank_alone_encodes_nothing() -> None:
+def test_one_rank_alone_encodes_nothing():
     values = gradients(1, 100)[0]
     result, sent = reduced(OneBit(), [values], memories_for(OneBit(), 1, 100), scale=Scale(0.5))
     np.testing.assert_array_equal(result, values * np.float32(0.5))
@@ -177,7 +177,7 @@ def test_one_rank_alone_encodes_nothing() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 7])  # which gather and two_phase
 @pytest.mark.parametrize("seed", range(5))
-def test_a_payload_longer_than_usual_takes_a_trip_more(size: int, seed: int) -> None:
+def test_a_payload_longer_than_usual_takes_a_trip_more(size, seed):
     codec = TopK(0.01, warmup_epochs=1, steps_per_epoch=1)  # at first 25 %
     memories, inputs = memories_for(codec, size, 3000), gradients(size, 3000, seed)
     trips = []
@@ -239,7 +239,7 @@ def damaged(codec: PayloadCodec, damage: Callable[[int, Bytes], None]) -> Payloa
     st.integers(0, 10**6),
     st.integers(0, 7),
 )
-def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, at: int, bit: int) -> None:
+def test_a_flipped_bit_is_an_error_that_names_the_sender(name, which, at, bit):
     flipped = []
 
     def flip(number: int, message: Bytes) -> None:
@@ -257,7 +257,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_sender(name: str, which: int, 
 
 
 @pytest.mark.parametrize("name", ["topk", "threshold"])
-def test_no_memory_is_taken_for_more_than_a_payload_can_have(name: str) -> None:
+def test_no_memory_is_taken_for_more_than_a_payload_can_have(name):
     codec = CODECS[name]
     most = codec.most_bytes(700)
 
@@ -272,7 +272,7 @@ def test_no_memory_is_taken_for_more_than_a_payload_can_have(name: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300))
-def test_unsealing_anything_is_the_payload_or_an_error(noise: bytes, keep: int) -> None:
+def test_unsealing_anything_is_the_payload_or_an_error(noise, keep):
     codec = RandomK(0.1)
     identity = frames.identity(codec.summary)
     payload = encoded(codec, gradients(1, 700)[0], memory_for(codec, 700))
@@ -290,7 +290,7 @@ def test_unsealing_anything_is_the_payload_or_an_error(noise: bytes, keep: int) 
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "dgc"])
-def test_an_average_is_the_sum_divided_and_rounded_once(name: str) -> None:
+def test_an_average_is_the_sum_divided_and_rounded_once(name):
     codec, inputs = CODECS[name], gradients(3, 600)
     total, _ = reduced(codec, inputs, memories_for(codec, 3, 600))
     average, _ = reduced(codec, inputs, memories_for(codec, 3, 600), scale=Scale(divisor=3))

@@ -108,9 +108,7 @@ def crossing(name: str, nbytes: int, carriers: int, nodes: int) -> int:
 @pytest.mark.parametrize("codec", ["none", "fp16"])
 @pytest.mark.parametrize("name", ["two_phase", "all_to_all"])
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
-    nodes: list[list[int]], name: str, codec: str
-) -> None:
+def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(nodes, name, codec):
     inputs = inputs_of(nodes, ELEMENTS, "float32")
     _, sent = reduced_on_nodes(nodes, inputs, Choice(name), CASTS[codec])
     carriers, itemsize = min(map(len, nodes)), {"none": 4, "fp16": 2}[codec]
@@ -128,7 +126,7 @@ def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes: list[list[int]], dtype: str) -> None:
+def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes, dtype):
     third = Scale(divisor=3)
     early, late = (ONE, third) if dtype == "float32" else (third, ONE)  # what is rounded on its way is scaled first
     for elements in (1, 17, 2049, ELEMENTS, 300_000):  # the last one takes several chunks
@@ -144,7 +142,7 @@ def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes: list
 
 
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_a_rank_whose_share_is_empty_sends_nothing(nodes: list[list[int]]) -> None:
+def test_a_rank_whose_share_is_empty_sends_nothing(nodes):
     # One cache line: the first rank of each node has all of it.
     inputs = inputs_of(nodes, 3, "float32")
     _, sent = reduced_on_nodes(nodes, inputs, Choice("two_phase"))
@@ -156,12 +154,12 @@ def test_a_rank_whose_share_is_empty_sends_nothing(nodes: list[list[int]]) -> No
     ("nodes", "share"),
     [([[0, 1]], 1 / 2), ([[0, 1, 2, 3]], 3 / 4), ([[0, 1], [2, 3]], 1 / 4), ([[0, 1], [2]], 1 / 2), (None, 2 / 3)],
 )
-def test_the_share_of_a_tensor_that_a_rank_sends_in_each_phase(nodes: list[list[int]] | None, share: float) -> None:
+def test_the_share_of_a_tensor_that_a_rank_sends_in_each_phase(nodes, share):
     ranks = 3 if nodes is None else sum(map(len, nodes))
     assert sent_share(ranks, None if nodes is None else Layout(nodes, None)) == share
 
 
-def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> None:
+def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured():
     found: dict[int, list[str]] = {0: [], 1: []}
 
     def steps_of(group: Group) -> Steps[None]:

@@ -30,7 +30,7 @@ def values_of(pattern: str, elements: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", CODECS)
-def test_what_was_sent_plus_what_is_kept_is_what_came_in(name: str, pattern: str) -> None:
+def test_what_was_sent_plus_what_is_kept_is_what_came_in(name, pattern):
     codec = CODECS[name]
     for elements in LENGTHS:
         memory = memory_for(codec, elements)
@@ -46,7 +46,7 @@ def test_what_was_sent_plus_what_is_kept_is_what_came_in(name: str, pattern: str
 
 
 @pytest.mark.parametrize("name", WITHOUT_FEEDBACK)
-def test_without_feedback_nothing_is_kept(name: str) -> None:
+def test_without_feedback_nothing_is_kept(name):
     codec = WITHOUT_FEEDBACK[name]
     assert codec.keeps == ()
     values = values_of("normal", 5000)
@@ -56,7 +56,7 @@ def test_without_feedback_nothing_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_adding_adds_and_scaling_scales(name: str) -> None:
+def test_adding_adds_and_scaling_scales(name):
     codec = CODECS[name]
     for elements in LENGTHS:
         values = values_of("normal", elements)
@@ -73,7 +73,7 @@ def test_adding_adds_and_scaling_scales(name: str) -> None:
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("index", [0, 1, 2500, 4999, slice(None)])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int | slice, odd: float) -> None:
+def test_what_is_not_finite_arrives_and_poisons_nothing(name, index, odd):
     codec = CODECS[name]
     values = values_of("normal", 5000)
     memory = memory_for(codec, values.size, seed=1)
@@ -89,7 +89,7 @@ def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int | 
 
 @pytest.mark.parametrize("pattern", ["normal", "heavy tails"])
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.3])
-def test_top_k_selects_about_the_number_asked_for(ratio: float, pattern: str) -> None:
+def test_top_k_selects_about_the_number_asked_for(ratio, pattern):
     codec = TopK(ratio)
     elements = 300_000
     memory = memory_for(codec, elements)
@@ -105,7 +105,7 @@ def test_top_k_selects_about_the_number_asked_for(ratio: float, pattern: str) ->
         assert np.count_nonzero(np.abs(wanted) > smallest) <= count
 
 
-def test_top_k_of_equal_values_sends_each_in_its_turn() -> None:
+def test_top_k_of_equal_values_sends_each_in_its_turn():
     codec = TopK(0.01)
     memory = memory_for(codec, 10_000)
     sent = np.zeros(10_000, dtype=bool)
@@ -115,7 +115,7 @@ def test_top_k_of_equal_values_sends_each_in_its_turn() -> None:
     assert sent.all()
 
 
-def test_random_k_comes_to_each_place_and_all_ranks_draw_alike() -> None:
+def test_random_k_comes_to_each_place_and_all_ranks_draw_alike():
     codec = RandomK(0.1, seed=5)
     seen = np.zeros(1000, dtype=bool)
     memory, other = memory_for(codec, 1000), memory_for(codec, 1000)
@@ -129,7 +129,7 @@ def test_random_k_comes_to_each_place_and_all_ranks_draw_alike() -> None:
     assert seen.all()
 
 
-def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase() -> None:
+def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase():
     codec, values = Int8(stochastic=True, feedback=False), values_of("normal", 4096)
 
     def payload(salt: int, turn: int) -> bytes:
@@ -141,7 +141,7 @@ def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase(
     assert payload(1, 2) == payload(1, 2), "another run draws the same"
 
 
-def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_finite() -> None:
+def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_finite():
     codec = RandomK(0.1)
     memory = memory_for(codec, 100, seed=1)
     owed = memory.arrays["residual"].copy()
@@ -156,7 +156,7 @@ def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_f
     np.testing.assert_array_equal(memory.arrays["residual"], owed)
 
 
-def test_dgc_is_momentum_that_waits_until_it_is_sent() -> None:
+def test_dgc_is_momentum_that_waits_until_it_is_sent():
     """Against the algorithm of Lin et al., 2018, written down plainly."""
     codec = DGC(0.02, momentum=0.9, clip=1.5)
     elements = 2000
@@ -178,7 +178,7 @@ def test_dgc_is_momentum_that_waits_until_it_is_sent() -> None:
 
 
 @pytest.mark.parametrize("kind", [DGC, TopK])
-def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
+def test_more_is_sent_in_a_warm_up(kind):
     codec = kind(0.001, warmup_epochs=4, steps_per_epoch=10)
     assert codec.warmup_steps == 40
     memory = CodecState(1, codec.keeps)
@@ -192,7 +192,7 @@ def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
     assert (codec.ratio_at(CodecState(1)), codec.warmup_steps) == (0.5, 0)
 
 
-def test_a_warm_up_selects_as_many_as_it_says() -> None:
+def test_a_warm_up_selects_as_many_as_it_says():
     codec = TopK(0.01, warmup_epochs=3, steps_per_epoch=2)
     memory, elements = memory_for(codec, 40_000), 40_000
     for turn in range(8):
@@ -203,7 +203,7 @@ def test_a_warm_up_selects_as_many_as_it_says() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(CODECS)), st.sampled_from([1, 17, 300, 1025]), st.binary(max_size=64), st.data())
-def test_decoding_anything_is_right_or_an_error(name: str, elements: int, noise: bytes, data: st.DataObject) -> None:
+def test_decoding_anything_is_right_or_an_error(name, elements, noise, data):
     codec = CODECS[name]
     payload = encoded(codec, values_of("normal", elements), memory_for(codec, elements)).copy()
     change = data.draw(st.sampled_from(["overwrite", "cut", "lengthen", "replace"]))

@@ -29,12 +29,12 @@ def documented() -> dict[str, dict[str, object]]:
     }
 
 
-def test_the_table_has_all_codecs() -> None:
+def test_the_table_has_all_codecs():
     assert documented().keys() == LOSSY.keys()
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_parameters_defaults_and_order_are_those_of_the_table(name: str) -> None:
+def test_parameters_defaults_and_order_are_those_of_the_table(name):
     parameters = inspect.signature(LOSSY[name]).parameters
     table = documented()[name]
     assert {one.name: one.default for one in parameters.values()} == table | COMMON
@@ -42,7 +42,7 @@ def test_parameters_defaults_and_order_are_those_of_the_table(name: str) -> None
     assert by_place == list(table)[: len(by_place)]
 
 
-def test_parameters_that_the_documentation_gives_by_place_are_there() -> None:
+def test_parameters_that_the_documentation_gives_by_place_are_there():
     calls = re.findall(r"`(\w+)\(([\w, ]+)\)`", (ROOT / "docs" / "compression.md").read_text())
     calls = [(name, given.split(", ")) for name, given in calls if name in LOSSY]
     assert ("dgc", ["ratio", "momentum"]) in calls

@@ -1,7 +1,5 @@
 """What people read of compression, whatever its size."""
 
-from __future__ import annotations
-
 import pytest
 
 from hvdkit.engine.telemetry.compression_report import CodecStatistics, CompressionStatistics
@@ -17,11 +15,11 @@ from hvdkit.engine.telemetry.compression_report import CodecStatistics, Compress
         (4_000_000_000, 8_000_000_000, "4000.0 MB sent as 8000.0 MB (2.0 x more)"),
     ],
 )
-def test_bytes_have_a_unit_in_which_they_are_no_zero(before: int, after: int, words: str) -> None:
+def test_bytes_have_a_unit_in_which_they_are_no_zero(before, after, words):
     assert str(CodecStatistics("fp16", before, after, 0.0, 0.0, 0.0)) == f"fp16: {words}"
 
 
-def test_a_codec_that_keeps_something_tells_its_seconds_and_its_residual() -> None:
+def test_a_codec_that_keeps_something_tells_its_seconds_and_its_residual():
     told = CodecStatistics("topk(0.01)", 2_000_000, 40_000, 0.014, 0.25, 12.3456)
     line = "topk(0.01): 2.0 MB sent as 40.0 kB (50.0 x less), encode 0.01 s, decode 0.25 s, residual 12.3"
     assert str(CompressionStatistics({"topk(0.01)": told}, {})) == line

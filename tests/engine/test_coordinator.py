@@ -1,7 +1,5 @@
 """The coordinator's decisions, as messages in and messages out."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

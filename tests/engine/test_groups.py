@@ -1,7 +1,5 @@
 """The ranks of a process set, asked for by several threads."""
 
-from __future__ import annotations
-
 import threading
 import time
 

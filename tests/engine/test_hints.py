@@ -40,7 +40,7 @@ def rejected(coordinator: Coordinator) -> list[str]:
         ("allreduce", "id", 3, ""),
     ],
 )
-def test_every_mismatch_says_what_to_do(kind: str, field: str, value: object, hint: str) -> None:
+def test_every_mismatch_says_what_to_do(kind, field, value, hint):
     signatures = {**SIGNATURE, "kind": kind}, {**SIGNATURE, "kind": kind, field: value}
     text = mismatch(Key(0, kind, "x"), {rank: Request(signature) for rank, signature in enumerate(signatures)})
     assert text is not None
@@ -59,7 +59,7 @@ def test_every_mismatch_says_what_to_do(kind: str, field: str, value: object, hi
         ("x", "after hvd.join() others may call allreduce and barrier; make all other calls before it, "),
     ],
 )
-def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name: str, hint: str) -> None:
+def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name, hint):
     coordinator = Coordinator(2, 0)
     coordinator.receive(1, Join(), 0.0)
     gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
@@ -85,7 +85,7 @@ METRICS = Waits(1, [0], "allgather 'MetricAverageCallback.names.size'", None)
         (METRICS, "the ranks most likely have different numbers of batches: give fit() the same number on all of them"),
     ],
 )
-def test_uneven_data_and_callbacks_are_told_as_such(other: Waits, hint: str) -> None:
+def test_uneven_data_and_callbacks_are_told_as_such(other, hint):
     coordinator = Coordinator(2, 0)
     for at in range(3):
         for rank, waits in enumerate((LANES[0], other)):
@@ -95,7 +95,7 @@ def test_uneven_data_and_callbacks_are_told_as_such(other: Waits, hint: str) -> 
     assert text.startswith(f"{fact}; each waits for the other.\nHINT: {hint}")
 
 
-def test_who_left_early_is_told_with_what_all_must_do() -> None:
+def test_who_left_early_is_told_with_what_all_must_do():
     coordinator = Coordinator(2, 0)
     coordinator.receive(0, Ask(SIGNATURE, "x", None), 0.0)
     coordinator.depart(1, "it called sys.exit(3)")

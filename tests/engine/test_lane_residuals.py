@@ -13,7 +13,7 @@ from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 
 
-def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:
+def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it():
     slot = Slot("p", (64,), np.dtype(np.float16))
     residuals = Residuals([slot], [CASTS["none"]])
     (bucket,) = lay_out([slot], [0], 1 << 20)
@@ -49,7 +49,7 @@ def made() -> Residuals:
     return residuals
 
 
-def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tensor() -> None:
+def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tensor():
     residuals = made()
     residuals.of_slot(0)[RESIDUAL][...] = np.arange(40)
     residuals.owe(1, np.full(9, 3.0, dtype=np.float32), 1.0)
@@ -62,7 +62,7 @@ def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tenso
     assert not residuals.owes(0), "a debt is paid once"
 
 
-def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
+def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere():
     residuals = made()
     residuals.of_slot(0)[RESIDUAL][...] = 2.0
     residuals.owe(0, np.full(40, 3.0, dtype=np.float32), 0.25)
@@ -82,7 +82,7 @@ def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
     assert moved.of_bucket(0).recall("number") is None
 
 
-def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
+def test_what_dgc_owes_does_what_its_arrays_would_have_done():
     """Without another gradient, as many turns hand on as much, whether it was kept or is owed."""
     codec = DGC(0.5, 0.75)
     kept, moved = CodecState(16, codec.keeps), CodecState(16, codec.keeps)
@@ -96,7 +96,7 @@ def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
     np.testing.assert_allclose(moved.residual, kept.residual, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_too_large_for_a_debt_is_told_and_not_owed() -> None:
+def test_what_is_too_large_for_a_debt_is_told_and_not_owed():
     residuals = made()
     residuals.owe(0, np.ones(40, dtype=np.float32), 0.0)
     assert not residuals.owes(0), "what is no sum owes nothing"

@@ -77,7 +77,7 @@ def grows_no_faster(count: Callable[[Callable[[int], Any], int], int], action: C
 
 
 @pytest.mark.parametrize("codec", [CASTS["none"], Int8()], ids=["dense", "int8"])
-def test_what_codecs_keep_of_a_tensor_is_found_without_a_search(codec: Any) -> None:
+def test_what_codecs_keep_of_a_tensor_is_found_without_a_search(codec):
     def lay_out_twice(count: int) -> None:
         residuals = Residuals(slots(count), [codec])
         for order in (range(count), reversed(range(count))):
@@ -95,7 +95,7 @@ def test_what_codecs_keep_of_a_tensor_is_found_without_a_search(codec: Any) -> N
     grows_no_faster(instructions, lay_out_twice)
 
 
-def test_a_lane_calls_functions_for_each_tensor_and_none_for_each_pair() -> None:
+def test_a_lane_calls_functions_for_each_tensor_and_none_for_each_pair():
     def run(session: Session) -> None:
         def two_steps(count: int) -> None:
             lane = session.engine.register_plan(f"net{count}", slots(count), op=ReduceOp.SUM)
@@ -111,7 +111,7 @@ def test_a_lane_calls_functions_for_each_tensor_and_none_for_each_pair() -> None
     on_threads(1, run)
 
 
-def test_operations_by_name_call_functions_for_each_and_none_for_each_pair() -> None:
+def test_operations_by_name_call_functions_for_each_and_none_for_each_pair():
     def run(session: Session) -> None:
         def reduce_all(count: int) -> None:
             engine = session.engine
@@ -127,7 +127,7 @@ def test_operations_by_name_call_functions_for_each_and_none_for_each_pair() -> 
     on_threads(1, run)
 
 
-def test_the_order_of_many_pieces_is_found_by_few_comparisons() -> None:
+def test_the_order_of_many_pieces_is_found_by_few_comparisons():
     def order(count: int) -> None:
         pieces = cut([100] * count, [4] * count, [0] * count)
         needed = [Compared(number * 7 % count) for number in range(count)]
@@ -137,7 +137,7 @@ def test_the_order_of_many_pieces_is_found_by_few_comparisons() -> None:
     grows_no_faster(compared, order)
 
 
-def test_a_coordinator_forgets_each_failure_and_does_not_look_at_all() -> None:
+def test_a_coordinator_forgets_each_failure_and_does_not_look_at_all():
     def fail(count: int) -> None:
         coordinator = Coordinator(3, 1 << 20)
         signature = {"ps": 0, "dtype": ["float32"], "shape": [[1]], "root": 0, "device": "cpu"}
@@ -180,5 +180,5 @@ WORK = {
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_a_coordinator_looks_at_each_request_and_not_at_all_that_wait(work: str) -> None:
+def test_a_coordinator_looks_at_each_request_and_not_at_all_that_wait(work):
     grows_no_faster(instructions, WORK[work])

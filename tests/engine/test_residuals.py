@@ -162,7 +162,7 @@ ALL = frozenset(range(len(SHAPES)))
     ]
 )
 @settings(max_examples=25, deadline=None)
-def test_results_and_what_is_owed_are_all_gradients(all_jobs: list[Job]) -> None:
+def test_results_and_what_is_owed_are_all_gradients(all_jobs):
     account, saved, step = Account(), list[dict[str, Any]](), 0
     for job in all_jobs:
         saved = run_job(job, step, saved, account)

@@ -104,7 +104,7 @@ def sum_ones(session: Session, times: int) -> None:
 
 @given(size=sizes, program=st.lists(steps, min_size=1, max_size=30), seed=st.integers(0, 1000), data=st.data())
 @made_up
-def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, seed: int, data: Any) -> None:
+def test_operations_in_any_order_give_what_numpy_gives(size, program, seed, data):
     part, per_node = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))), data.draw(per_nodes)
     sets = [part] if len(part) < size else []
     for step in program:
@@ -133,7 +133,7 @@ def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, 
 
 @given(size=st.integers(2, 5), data=st.data())
 @made_up
-def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, data: Any) -> None:
+def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size, data):
     odd = data.draw(st.integers(0, size - 1))
     what, per_node = data.draw(st.sampled_from(["shape", "dtype", "op", "kind"])), data.draw(per_nodes)
 
@@ -157,7 +157,7 @@ def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, 
 
 @given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), per_node=per_nodes)
 @made_up
-def test_ranks_that_have_joined_give_zeros(batches: list[int], per_node: int | None) -> None:
+def test_ranks_that_have_joined_give_zeros(batches, per_node):
     def run(session: Session) -> int:
         engine = session.engine
         rank = engine.topology.rank
@@ -180,9 +180,7 @@ shapes = st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=2), min_size
     size=sizes, layers=shapes, threshold=st.sampled_from([1, 512, 1 << 20]), seed=st.integers(0, 1000), data=st.data()
 )
 @made_up
-def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(
-    size: int, layers: list[list[int]], threshold: int, seed: int, data: Any
-) -> None:
+def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(size, layers, threshold, seed, data):
     dtypes = [np.dtype(data.draw(st.sampled_from(["float32", "float64"]))) for _ in layers]
     slots = [
         Slot(f"layer{number}", tuple(shape), dtype)
@@ -235,7 +233,7 @@ class Addresses(MemoryTransport):
             self.seen.append((begin, begin + buffer.nbytes))
 
 
-def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
+def test_a_large_gradient_travels_from_where_it_lies_and_to_there():
     large, float32 = (1 << 18) + 3, np.dtype(np.float32)  # elements; no multiple of a cache line
     slots = [Slot("a", (100,), float32), Slot("b", (large,), float32), Slot("c", (9,), float32)]
 
@@ -263,7 +261,7 @@ def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
 
 @given(size=st.integers(2, 5), data=st.data())
 @fewer
-def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
+def test_a_rank_that_dies_is_named_on_all_others(size, data):
     dead = data.draw(st.integers(0, size - 1))
     before, per_node = data.draw(st.integers(0, 3)), data.draw(per_nodes)
 
@@ -284,7 +282,7 @@ def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
 
 @given(size=st.integers(2, 4), garbage=st.binary(max_size=40), data=st.data())
 @fewer
-def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garbage: bytes, data: Any) -> None:
+def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size, garbage, data):
     sender, per_node = data.draw(st.integers(0, size - 1)), data.draw(per_nodes)
 
     def run(session: Session) -> None:
@@ -299,7 +297,7 @@ def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garba
 
 
 @pytest.mark.parametrize("leaver", [2, 3])
-def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver, monkeypatch):
     """Also where it was the one that passed on what they say."""
     monkeypatch.setattr(sessions, "GOODBYE_SECONDS", 1.0)
     monkeypatch.setattr(negotiation, "PASSING_ON_SECONDS", 0.3)
@@ -322,7 +320,7 @@ def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, mon
     on_threads(6, run, [stay], per_node=2)
 
 
-def test_jobs_do_not_know_of_each_other() -> None:
+def test_jobs_do_not_know_of_each_other():
     """A session inside of another one, of the same process and thread."""
 
     def outer(session: Session) -> float:
@@ -342,7 +340,7 @@ def test_jobs_do_not_know_of_each_other() -> None:
 
 
 @pytest.mark.thorough
-def test_a_step_that_goes_on_is_not_stalled() -> None:
+def test_a_step_that_goes_on_is_not_stalled():
     """However long it takes in all: what counts is how long nothing moves."""
     slots = [Slot(name, (4,), np.dtype(np.float32)) for name in ("one", "other")]
 

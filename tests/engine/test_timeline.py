@@ -1,7 +1,5 @@
 """The trace on the disk is valid JSON after every flush, and a disk that fails costs a warning, never the training."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """A wrong argument is an error that names function, argument, what was expected and what came; nothing is written."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The package picks its kernels once, and works without the compiled ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -88,7 +88,7 @@ def contents(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("compiler", NO_COMPILERS)
-def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(tree: Path, compiler: str) -> None:
+def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(tree, compiler):
     built = build(tree, compiler)
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stdout.count(f"hvdkit: {NO_COMPILERS[compiler]}, using the numpy kernels\n") == 1, built.stdout
@@ -117,13 +117,13 @@ def test_where_native_kernels_are_required_a_build_that_cannot_make_them_fails_a
     assert not list(tree.rglob("*.so"))
 
 
-def test_who_requires_native_kernels_and_asks_for_a_pure_build_is_told_that_both_cannot_be(tree: Path) -> None:
+def test_who_requires_native_kernels_and_asks_for_a_pure_build_is_told_that_both_cannot_be(tree):
     built = build(tree, "false", HVDKIT_REQUIRE_NATIVE="1", HVDKIT_PURE="1")
     assert (built.returncode, built.stderr) == (1, CONTRADICTION)
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_wheel_without_compiled_code_is_for_every_machine_and_uses_the_numpy_kernels(tree: Path, asked: bool) -> None:
+def test_a_wheel_without_compiled_code_is_for_every_machine_and_uses_the_numpy_kernels(tree, asked):
     expected = contents(tree)
     stale = tree / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "hvdkit/kernels"
     stale.mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_a_wheel_without_compiled_code_is_for_every_machine_and_uses_the_numpy_k
 
 
 @pytest.mark.thorough
-def test_a_wheel_with_native_kernels_is_for_this_python_and_this_machine_and_uses_them(tree: Path) -> None:
+def test_a_wheel_with_native_kernels_is_for_this_python_and_this_machine_and_uses_them(tree):
     compiler = some_compiler()
     expected = contents(tree)
     built = build(tree, compiler, WHEEL, HVDKIT_REQUIRE_NATIVE="1")
@@ -154,7 +154,7 @@ def test_a_wheel_with_native_kernels_is_for_this_python_and_this_machine_and_use
 
 
 @pytest.mark.thorough
-def test_an_error_in_our_own_code_fails_the_build(tree: Path) -> None:
+def test_an_error_in_our_own_code_fails_the_build(tree):
     compiler = some_compiler()
     for source in tree.glob("hvdkit/*/csrc/*.cpp"):
         source.write_text("#error ours\n")

@@ -1,7 +1,5 @@
 """Quantised and signed values are what they stand for: what is sent and what stays is what came in."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The compiled codec kernels give the bits of their numpy twins, whatever the values, size and address."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Kernels keep subnormal numbers in a thread that flushes them, and leave the thread as it was."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -32,7 +32,7 @@ def steps(module: ModuleType, rows: int, cols: int, rank: int) -> list[np.ndarra
 
 @native
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
-def test_both_give_the_same_bits_and_result_and_rest_are_the_matrix(rows: int, cols: int, rank: int) -> None:
+def test_both_give_the_same_bits_and_result_and_rest_are_the_matrix(rows, cols, rank):
     of_both = [steps(module, rows, cols, rank) for module in (kernels, numpy_low_rank)]
     for got, expected in zip(*of_both, strict=True):
         assert got.tobytes() == expected.tobytes()
@@ -44,9 +44,7 @@ def test_both_give_the_same_bits_and_result_and_rest_are_the_matrix(rows: int, c
 @native
 @pytest.mark.parametrize("odd", [None, (0, np.nan), (700, np.inf), (-1, -np.inf)])
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
-def test_what_is_added_has_the_same_bits_and_those_of_two_passes(
-    rows: int, cols: int, rank: int, odd: tuple[int, float] | None
-) -> None:
+def test_what_is_added_has_the_same_bits_and_those_of_two_passes(rows, cols, rank, odd):
     results = []
     for module in (kernels, numpy_low_rank):
         added, gradient, left = matrix_of(rows, cols), matrix_of(rows, cols, 2), np.zeros(rank * rows, np.float32)
@@ -65,7 +63,7 @@ def test_what_is_added_has_the_same_bits_and_those_of_two_passes(
 
 
 @pytest.mark.parametrize("module", BOTH)
-def test_sums_that_were_too_large_are_forgotten_where_the_gradient_is_not_finite(module: ModuleType) -> None:
+def test_sums_that_were_too_large_are_forgotten_where_the_gradient_is_not_finite(module):
     matrix, gradient = np.full(8, 3e38, np.float32), np.full(8, 3e38, np.float32)
     gradient[7] = np.nan
     assert not module.add_and_project_into(np.zeros(2, np.float32), matrix, gradient, np.ones(4, np.float32), 2, 4)
@@ -74,7 +72,7 @@ def test_sums_that_were_too_large_are_forgotten_where_the_gradient_is_not_finite
 
 @pytest.mark.parametrize("module", BOTH)
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
-def test_products_are_those_of_float64(module: ModuleType, rows: int, cols: int, rank: int) -> None:
+def test_products_are_those_of_float64(module, rows, cols, rank):
     matrix, right = matrix_of(rows, cols), matrix_of(rank, cols, 1)
     left = np.empty(rank * rows, np.float32)
     module.project_into(left, matrix, right, rows, cols)
@@ -87,7 +85,7 @@ def test_products_are_those_of_float64(module: ModuleType, rows: int, cols: int,
 
 
 @pytest.mark.parametrize("module", BOTH)
-def test_vectors_become_orthonormal_and_dependent_ones_zero(module: ModuleType) -> None:
+def test_vectors_become_orthonormal_and_dependent_ones_zero(module):
     vectors = matrix_of(5, 100).reshape(5, 100)
     vectors[2] = 3 * vectors[0] - vectors[1]
     vectors[4] = 0
@@ -97,7 +95,7 @@ def test_vectors_become_orthonormal_and_dependent_ones_zero(module: ModuleType) 
 
 
 @pytest.mark.parametrize("module", BOTH)
-def test_what_is_not_finite_stays_so(module: ModuleType) -> None:
+def test_what_is_not_finite_stays_so(module):
     for odd in (np.nan, np.inf):
         matrix, right, left = matrix_of(4, 40), matrix_of(2, 40, 1), np.empty(8, np.float32)
         matrix[45] = odd

@@ -1,7 +1,5 @@
 """The compiled kernels give the bits of their numpy twins, whatever the dtype, size, address and aliasing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

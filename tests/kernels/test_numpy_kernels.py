@@ -1,7 +1,5 @@
 """The kernels do what they say, checked against float64 and integer arithmetic that shares no code with them."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An average is the sum divided by the size and rounded once; a factor is rounded to the type of the arithmetic."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Selections, samples, momentum and checksums do what they say: nothing gets lost, nothing changes unseen."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Which transport carries a job, and what is said where none can."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What proves that bytes come from a rank of this job, and that nothing else does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -57,7 +57,7 @@ def memory_of(
 @given(st.integers(0, 2**32 - 1), st.integers(1, 700), st.floats(1e-6, 1e6))
 @example(583, 583, 87450.25)  # a value in the middle of two codes
 @settings(deadline=None, max_examples=40)
-def test_a_payload_stands_for_what_it_stands_for_on_the_host(name: str, seed: int, count: int, size: float) -> None:
+def test_a_payload_stands_for_what_it_stands_for_on_the_host(name, seed, count, size):
     codec, draw = EXACT[name], np.random.default_rng(seed)
     values, kept = (draw.normal(size=count).astype(np.float32) * np.float32(size) for _ in range(2))
     on_host = memory_for(codec, count)
@@ -100,7 +100,7 @@ WAYS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size", "way"), WAYS)
-def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name: str, size: int, way: str, device: str) -> None:
+def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name, size, way, device):
     codec = ALL[name]
     memory, came, went = memory_of(codec, ELEMENTS, GAPS, device), torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     for step in range(6):
@@ -120,9 +120,7 @@ def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name: str, size: i
 @pytest.mark.parametrize("way", ["gather", "two_phase"])
 @pytest.mark.parametrize(("ranks", "elements"), [(2, 16), (3, 1040), (3, 7)])
 @pytest.mark.parametrize("name", ALL)
-def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(
-    name: str, ranks: int, elements: int, way: str
-) -> None:
+def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(name, ranks, elements, way):
     codec, group = ALL[name], Together(ranks)
     if not isinstance(codec, TopK):
         way, _ = codec.way(elements, ranks)
@@ -151,7 +149,7 @@ def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_not_finite_is_told_and_not_kept(name: str, device: str, value: float) -> None:
+def test_what_is_not_finite_is_told_and_not_kept(name, device, value):
     codec = ALL[name]
     memory = memory_of(codec, ELEMENTS, GAPS, device)
     reduce_encoded(exchange(codec, matrices=MATRICES), gradient(0).to(device), memory)
@@ -162,7 +160,7 @@ def test_what_is_not_finite_is_told_and_not_kept(name: str, device: str, value: 
     assert all(torch.isfinite(kept).all() for kept in memory.tensors())
 
 
-def test_dgc_adds_momentum_and_masks_what_was_sent() -> None:
+def test_dgc_adds_momentum_and_masks_what_was_sent():
     codec = DGC(ratio=1 / 64, momentum=0.5)
     memory = memory_of(codec, 64)
     flat = torch.ones(64)
@@ -178,7 +176,7 @@ def test_dgc_adds_momentum_and_masks_what_was_sent() -> None:
     assert memory.array(RESIDUAL)[5] == 1
 
 
-def test_a_rank_of_a_matrix_is_found_in_two_steps() -> None:
+def test_a_rank_of_a_matrix_is_found_in_two_steps():
     codec, low = PowerSGD(rank=2, feedback=False), torch.randn(20, 2) @ torch.randn(2, 30)
     memory = memory_of(codec, 600)
     for turn in range(2):
@@ -206,12 +204,12 @@ ONE_NODE, TWO_NODES, PAIRS = [[0, 1]], [[0], [1]], [[0, 1], [2, 3]]
         (True, [Int8(compress="everywhere")], PAIRS, [0, 1, 2, 3], True),
     ],
 )
-def test_who_encodes_on_the_device(expected, codecs, nodes, members, encodes) -> None:
+def test_who_encodes_on_the_device(expected, codecs, nodes, members, encodes):
     assert stays_on_device(codecs, nodes, members, encodes=encodes) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_owed_waits_on_a_device_for_a_gradient_that_has_room_for_it(device: str) -> None:
+def test_what_is_owed_waits_on_a_device_for_a_gradient_that_has_room_for_it(device):
     host = CodecState(8)
     host.arrays[OWED] = np.array([0, 0, 0.25, 0.25, 65000.0, 0.25, 0, 0], dtype=np.float32)
     memory = memory_of(Int8(), 8, device=device)
