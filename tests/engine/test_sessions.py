@@ -25,7 +25,7 @@ from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport
 from tests.threads import Dies, allreduce, hand_over, on_threads
-from tests.transports.node_leaks import grown, held
+from tests.transports.shared import grown, held
 
 made_up = settings(max_examples=100, deadline=None)
 fewer = settings(max_examples=20, deadline=None)  # whose ends take a part of a second

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import importlib
 import os
+import re
 import select
 import subprocess
 import sys
@@ -135,6 +138,22 @@ def open_descriptors() -> dict[int, str]:
         except OSError:  # the one that listed the folder
             continue
     return found
+
+
+def held() -> dict[str, Any]:
+    """What this process has, by kind: descriptors, threads, regions of the node's memory."""
+    gc.collect()
+    # Sockets and pipes have numbers, which change.
+    kinds = collections.Counter(re.sub(r"\d+", "N", target) for target in open_descriptors().values())
+    threads = len(os.listdir("/proc/self/task"))
+    return {"descriptors": kinds, "threads": threads, "mapped": mapped_memory_files()}
+
+
+def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What there is more of. What was still on its way out before may be less after; a leak grows with each round."""
+    descriptors = collections.Counter(after["descriptors"]) - collections.Counter(before["descriptors"])
+    counts = {name: after[name] - before[name] for name in ("threads", "mapped") if after[name] > before[name]}
+    return {**({"descriptors": dict(descriptors)} if descriptors else {}), **counts}
 
 
 def in_thread(action: Callable[..., Any], *arguments: Any) -> Future[Any]:
