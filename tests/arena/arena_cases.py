@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import random
-import resource
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvdkit.arena import ARENA, Arena
-from hvdkit.compression import CASTS
-from hvdkit.engine.steps.block import Block
-from hvdkit.engine.steps.host_reducer import HostReducer
-from hvdkit.engine.steps.offers import offer_of
-from hvdkit.engine.steps.plan import Reduction, Slot
-from hvdkit.kernels import ReduceOp
 from tests.arena.blocks import MIB, born, counts, lies_in_arena, peer_of, populated, served, used
 from tests.transports.shared import in_thread
 
@@ -166,21 +156,6 @@ def case_a_pinned_block_outlives_its_tensor(_):
             assert used() == before
 
 
-def case_a_storage_that_is_moved_leaves_a_pinned_block_where_it_is(_):
-    with served(MIB):
-        tensor = born(MIB).fill_(5)
-        offset = ARENA.pin(tensor.data_ptr(), MIB)
-        before = used()
-        tensor.share_memory_()
-        assert not lies_in_arena(tensor)
-        with peer_of(offset, MIB) as peer:
-            peer[:] = bytes([9]) * MIB
-        assert bool((tensor == 5).all())
-        assert used() == before
-        ARENA.unpin([offset])
-        assert used() == before - MIB
-
-
 def case_what_is_in_no_block_cannot_be_pinned(_):
     with served(MIB):
         tensor = born(MIB)
@@ -244,60 +219,6 @@ def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_):
             os.ftruncate(descriptor, nbytes)
         assert bool((kept == 6).all())
         assert lies_in_arena(born(32 * MIB))
-
-
-class NodeOfOne:
-    """What a lane asks of its node when it is offered a gradient and when it fails."""
-
-    block = Block(np.zeros(0, np.uint8), [], [])
-    withdrawn = False
-
-    def offer(self, *_: Any) -> None:
-        pass
-
-    def withdraw(self) -> None:
-        self.withdrawn = True
-
-
-def case_what_cannot_be_made_private_after_a_failure_stays_pinned_and_gradients_are_copied(_):
-    with served(MIB):
-        before, node = used(), NodeOfOne()
-        slots = [Slot("weight", (MIB // 4,), np.dtype(np.float32))]
-        reduction = Reduction(ReduceOp.SUM, 1.0, 1.0, (CASTS["none"],))
-        buckets = HostReducer(SimpleNamespace(size=2), reduction, None, slots, node)  # type: ignore[arg-type]
-        tensor = born(MIB)
-        buckets.offer((0,), (offer_of(tensor.numpy().view(np.float32)),))
-        _, highest = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (MIB, highest))  # no more addresses
-        try:
-            buckets.rescue()
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (highest, highest))
-        assert node.withdrawn
-        assert buckets.is_written_late
-        buckets.end_step()
-        del buckets, tensor
-        gc.collect()
-        assert used() == before + MIB
-
-
-def case_where_it_is_switched_off_nothing_is_served_and_what_was_pinned_is_given_back(_):
-    with served(MIB):
-        before = used()
-        tensor = born(MIB)
-        offset = ARENA.pin(tensor.data_ptr(), MIB)
-        assert ARENA.open(False) == -1
-        assert ARENA.reason == "HVDKIT_ARENA is 0"
-        assert not ARENA.is_open
-        assert not lies_in_arena(born(MIB))
-        assert ARENA.pin(tensor.data_ptr(), MIB) == -1
-        assert ARENA.add_sizes([2 * MIB]) == []
-        del tensor
-        ARENA.unpin([offset])
-        assert used() == before
-        assert ARENA.open(True) >= 0
-        assert lies_in_arena(born(MIB))
-    assert not lies_in_arena(born(MIB))
 
 
 def case_a_default_device_of_pytorch_does_not_pass_for_another_allocator(_):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -131,28 +129,6 @@ def anonymous_bytes() -> int:
     """The memory that this process has to itself."""
     (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
-
-
-def case_a_child_for_which_there_is_no_memory_cannot_read_what_will_change(_):
-    with served(64 * MIB):
-        tensor = born(64 * MIB).fill_(1)
-        ARENA.end_step()
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 8 * MIB, limits[1]))
-        try:
-            child = os.fork()
-            if child == 0:
-                faulthandler.disable()
-                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                tensor[5].item()
-                os._exit(0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status)
-        assert os.WTERMSIG(status) == signal.SIGSEGV
-        in_child(lambda: None)
 
 
 def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvdkit.collectives.group import Choice, Group, Steps, two_phase_bytes
-from hvdkit.collectives.hierarchical import Layout, layout_allreduce, sent_share, why_allreduce
+from hvdkit.collectives.hierarchical import Layout, layout_allreduce, sent_share
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale, numpy_kernels
@@ -157,21 +157,3 @@ def test_a_rank_whose_share_is_empty_sends_nothing(nodes):
 def test_the_share_of_a_tensor_that_a_rank_sends_in_each_phase(nodes, share):
     ranks = 3 if nodes is None else sum(map(len, nodes))
     assert sent_share(ranks, None if nodes is None else Layout(nodes, None)) == share
-
-
-def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured():
-    found: dict[int, list[str]] = {0: [], 1: []}
-
-    def steps_of(group: Group) -> Steps[None]:
-        for _ in range(3):
-            found[group.rank].append(why_allreduce(group, buffer.nbytes))
-            own = buffer.copy()
-            yield from layout_allreduce(
-                group, group.layout, own, ReduceOp.SUM, ONE, CASTS["none"], 6, group.layout.draw()
-            )
-
-    buffer = np.ones(100_000, np.float32)
-    run_on_nodes([[0, 1]], Choice(), steps_of)
-    for reasons in found.values():
-        assert [" ns: handed over " in reason for reason in reasons] == [False, False, True], reasons
-        assert all("each rank of the node reduces its share; " in reason for reason in reasons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdkit
 from hvdkit.compression import CASTS, Int8
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask
@@ -21,9 +23,9 @@ from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Network, cut, send_order
 from hvdkit.kernels import ReduceOp
 from tests.engine.test_coordinator import allreduce
-from tests.engine.test_small_operations import HVDKIT
 from tests.threads import on_threads
 
+HVDKIT = os.path.dirname(hvdkit.__file__) + os.sep
 FEW, MANY = 60, 240
 FLOAT = np.dtype(np.float32)
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from hvdkit.engine.loop import relay as module
-from hvdkit.engine.loop.relay import Relay, Routes
+from hvdkit.engine.loop.relay import Relay
 from tests.network import MemoryTransport, Wires
 
 NODES = {
@@ -102,16 +102,6 @@ def test_where_ranks_are_gone_the_others_still_reach_each_other(nodes, gone):
     came = delivered(all_relays, *gone)
     for rank in left:
         assert sorted(came[rank]) == [(one, b"[%d]" % one) for one in left if one != rank]
-
-
-def test_the_ranks_on_the_way_are_known():
-    nodes = NODES["two each"]
-    assert Routes(3, nodes).on_the_way_to(5) == [2, 0, 4]
-    assert Routes(3, nodes).on_the_way_to(2) == []
-    assert Routes(3, nodes).on_the_way_to(0) == [2]
-    assert Routes(0, nodes).on_the_way_to(5) == [4]
-    assert Routes(3, nodes, [2]).on_the_way_to(0) == []
-    assert Routes(3, nodes, [0]).on_the_way_to(5) == [2, 1, 4]
 
 
 def test_what_follows_on_another_way_does_not_overtake(monkeypatch):

@@ -320,25 +320,6 @@ def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver, monkeypa
     on_threads(6, run, [stay], per_node=2)
 
 
-def test_jobs_do_not_know_of_each_other():
-    """A session inside of another one, of the same process and thread."""
-
-    def outer(session: Session) -> float:
-        own = np.array([1.0])
-        handle = session.engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name"))
-        inner_totals = on_threads(3, inner)
-        handle.wait()
-        assert inner_totals == [30.0] * 3
-        return float(own[0])
-
-    def inner(session: Session) -> float:
-        own = np.array([10.0])
-        allreduce(session, own, "same name")
-        return float(own[0])
-
-    assert on_threads(2, outer) == [2.0, 2.0]
-
-
 @pytest.mark.thorough
 def test_a_step_that_goes_on_is_not_stalled():
     """However long it takes in all: what counts is how long nothing moves."""

@@ -159,14 +159,6 @@ def guest(address: str, secret: str, index: int, count: int) -> None:
             print("closed", flush=True)
 
 
-def lock(descriptor: int, index: int) -> None:
-    """Takes a place in the node's memory and keeps it."""
-    memory = node_memory.NodeMemory(descriptor, index, index + 1)
-    print("locked", flush=True)
-    sys.stdin.read()
-    memory.close()
-
-
 def guest_of_another_user(address: str, secret: str) -> None:
     """Knows the secret, but is somebody else: what it is told, and how many descriptors it gets if it does not mind."""
     os.setuid(65534)
@@ -181,7 +173,7 @@ def guest_of_another_user(address: str, secret: str) -> None:
             print(0, flush=True)
 
 
-PROGRAMS: list[Callable[..., object]] = [sleep, play, exchange, give_back_buffers, lock, guest, guest_of_another_user]
+PROGRAMS: list[Callable[..., object]] = [sleep, play, exchange, give_back_buffers, guest, guest_of_another_user]
 
 
 if __name__ == "__main__":

@@ -176,15 +176,6 @@ def test_dgc_adds_momentum_and_masks_what_was_sent():
     assert memory.array(RESIDUAL)[5] == 1
 
 
-def test_a_rank_of_a_matrix_is_found_in_two_steps():
-    codec, low = PowerSGD(rank=2, feedback=False), torch.randn(20, 2) @ torch.randn(2, 30)
-    memory = memory_of(codec, 600)
-    for turn in range(2):
-        flat = low.reshape(-1).clone()
-        reduce_encoded(exchange(codec, turn=turn, matrices=[(0, 20, 30)]), flat, memory)
-    torch.testing.assert_close(flat.view(20, 30), low, rtol=1e-3, atol=1e-3)
-
-
 ONE_NODE, TWO_NODES, PAIRS = [[0, 1]], [[0], [1]], [[0, 1], [2, 3]]
 
 

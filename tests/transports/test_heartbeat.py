@@ -60,13 +60,6 @@ def test_each_rank_is_watched_from_each_other_node(sizes, shuffler):
             assert all(connected & set(other) for other in nodes if other is not node)
 
 
-def test_ranks_of_equal_nodes_have_a_connection_for_each_other_node():
-    nodes = [[4 * node + index for index in range(4)] for node in range(8)]
-    pairs = watching_pairs(nodes)
-    assert [sum(rank in pair for pair in pairs) for rank in range(32)] == [7] * 32
-    assert watching_pairs([[0, 1, 2]]) == []
-
-
 # -- beating ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,15 +235,6 @@ def test_who_cannot_be_reached_is_said_and_nobody_fails(caplog):
     assert said.startswith(
         "between rank 0 and ranks [1, 2] there are no signs of life from below Python: they could not"
     )
-
-
-def test_where_nothing_was_compiled_there_is_none_and_the_others_do_without(caplog):
-    def without(rank: int, report: dict[str, Any]) -> dict[str, Any]:
-        return {"beats": False} if rank == 1 else report
-
-    with Job(3, without).connected(1.0) as connections:
-        assert (sorted(connections[0]), sorted(connections[2])) == ([2], [0])
-    assert not [record for record in caplog.records if record.args and record.args[0] == 0]
 
 
 def test_the_listener_is_gone_where_ranks_cannot_tell_each_other():

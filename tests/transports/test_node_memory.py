@@ -21,7 +21,6 @@ from tests.transports.shared import (
     answer,
     bytes_of,
     mapped_memory_files,
-    memory_file,
     needs_memory_files,
     needs_native,
     node_memory,
@@ -131,19 +130,6 @@ def test_guests_that_do_not_come_are_a_time_out():
     assert open_descriptors() == before
 
 
-def test_segments_are_apart_and_the_same_for_all():
-    with memory_file() as descriptor:
-        memory = node_memory.NodeMemory(os.dup(descriptor), 0, 1)
-        views = {
-            segment: bytes_of(memory.window(segment, PAGE)) for segment in (0, 1, 2, 1000, node_memory.SEGMENTS - 1)
-        }
-        for number, view in enumerate(views.values()):
-            view[:] = number + 1
-        for number, segment in enumerate(views):
-            assert (bytes_of(memory.window(segment, PAGE)) == number + 1).all()
-        memory.close()
-
-
 def test_a_rank_that_is_killed_is_gone_within_a_second():
     with node(3) as (memory, others):
         assert memory.gone() == []
@@ -182,15 +168,6 @@ def test_a_rank_whose_children_end_is_not_gone_and_one_whose_children_outlive_it
             until(lambda: memory.gone() == [1], 1.0)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def test_a_second_rank_cannot_take_a_place_that_is_taken():
-    with memory_file() as descriptor, program("lock", descriptor, 1, descriptors=(descriptor,)) as other:
-        assert answer(other) == "locked"
-        memory = os.dup(descriptor)
-        with pytest.raises(BlockingIOError):
-            node_memory.NodeMemory(memory, 1, 2)
-        os.close(memory)
 
 
 def test_nothing_is_left_after_close():
