@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.api.gradients.compression import Compressions as Compression
+from hvdkit.collectives.group import AUTO
 from hvdkit.compression import CASTS
 from hvdkit.config import Settings
 from hvdkit.engine.loop import messages
 from hvdkit.engine.loop.messages import Ask, decode, encode
 from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.ranks import groups
 from hvdkit.engine.ranks.topology import topology_of
 from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.steps.registration import idle_codecs
+from hvdkit.engine.telemetry.compression_report import CodecStatistics, CompressionStatistics
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
 from hvdkit.errors import PeerLostError
+from tests.network import MemoryTransport, Wires
+from tests.transports.shared import in_thread
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]
 slot_lists = st.lists(
@@ -240,3 +246,37 @@ def test_codecs_that_encode_nothing_are_told(nodes, members, layout, idle):
     codecs = [*CASTS.values(), Compression.int8(), Compression.topk(0.1)]
     codecs += [Compression.onebit(compress="everywhere"), Compression.dgc(0.1)]
     assert idle_codecs(codecs, nodes, group) == idle
+
+
+def test_threads_that_ask_at_once_get_one_group(monkeypatch):
+    made = []
+
+    def slowly(group, *_):
+        time.sleep(0.05)
+        made.append(group)
+
+    monkeypatch.setattr(groups, "_layout_of", slowly)
+    everyone = groups.Groups(MemoryTransport(0, 1, Wires(1)), [], AUTO, 0.0)
+    got = [outcome.result(60) for outcome in [in_thread(everyone.group, 0) for _ in range(3)]]
+    assert got == [made[0]] * 3
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (100, 1, "100 bytes sent as 1 byte (100.0 x less)"),
+        (1000, 999, "1.0 kB sent as 999 bytes (1.0 x less)"),
+        (12_800, 3_260, "12.8 kB sent as 3.3 kB (3.9 x less)"),
+        (999_950, 999_949, "1.0 MB sent as 999.9 kB (1.0 x less)"),
+        (4_000_000_000, 8_000_000_000, "4000.0 MB sent as 8000.0 MB (2.0 x more)"),
+    ],
+)
+def test_bytes_have_a_unit_in_which_they_are_no_zero(before, after, words):
+    assert str(CodecStatistics("fp16", before, after, 0.0, 0.0, 0.0)) == f"fp16: {words}"
+
+
+def test_a_codec_that_keeps_something_tells_its_seconds_and_its_residual():
+    told = CodecStatistics("topk(0.01)", 2_000_000, 40_000, 0.014, 0.25, 12.3456)
+    line = "topk(0.01): 2.0 MB sent as 40.0 kB (50.0 x less), encode 0.01 s, decode 0.25 s, residual 12.3"
+    assert str(CompressionStatistics({"topk(0.01)": told}, {})) == line

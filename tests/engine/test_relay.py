@@ -120,17 +120,6 @@ def test_what_follows_on_another_way_does_not_overtake(monkeypatch):
     assert not all_relays[3].held
 
 
-def test_a_second_detour_does_not_have_what_follows_overtake():
-    all_relays, transports = relays(NODES["two each"])
-    relay = all_relays[3]
-    relay.avoid([2], settling_seconds=60.0)
-    relay.send([0], b"[first]")
-    relay.avoid([4], settling_seconds=0.0)
-    relay.send([0], b"[second]")
-    assert [words for _, _, words in relay.held] == [b"[first]", b"[second]"]
-    assert not transports[3].told
-
-
 def test_where_no_way_changes_nothing_waits():
     """As where a rank leaves that passes on nothing: a goodbye that waited would be none."""
     for nodes in NODES.values():

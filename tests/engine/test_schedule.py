@@ -14,7 +14,7 @@ from hvdkit.engine.loop.driver import spin_seconds
 from hvdkit.engine.ranks.topology import nodes_that_share, topology_of
 from hvdkit.engine.steps.arrangement import load
 from hvdkit.engine.steps.block import block_offsets
-from hvdkit.engine.steps.plan import Slot, first_order, lay_out
+from hvdkit.engine.steps.plan import Slot
 from hvdkit.engine.steps.schedule import (
     BUCKET_AT_THE_END,
     LARGEST_BUCKET,
@@ -104,13 +104,6 @@ def test_pieces_cover_each_bucket_once_in_order_and_only_large_ones_are_cut(buck
     assert [piece.bucket for piece in pieces] == sorted(piece.bucket for piece in pieces)
 
 
-def test_on_a_quick_wire_pieces_travel_in_the_order_in_which_they_are_ready():
-    pieces = [Piece(bucket, 0, 10, 0, 1) for bucket in range(4)]
-    order, reasons = send_order(pieces, [0.0, 1.0, 2.0, 3.0], [3, 2, 1, 0], [40] * 4, TEN_GIGABITS)
-    assert order == [0, 1, 2, 3]
-    assert set(reasons) == {"ready first"}
-
-
 def test_on_a_slow_wire_what_the_next_forward_pass_needs_first_overtakes_the_rest_of_a_large_tensor():
     large = [Piece(0, part * 10, part * 10 + 10, part, 4) for part in range(4)]
     urgent = Piece(1, 0, 10, 0, 1)
@@ -139,12 +132,6 @@ def test_every_piece_travels_once_and_none_waits_while_the_wire_has_nothing_bett
 
     by_readiness = sorted(range(len(buckets)), key=lambda one: ready_at[one])
     assert end(order) == pytest.approx(end(by_readiness))
-
-
-def test_the_first_bucket_is_smaller_than_the_others():
-    slots = [Slot(str(number), (1000,), np.dtype(np.float32)) for number in range(20)]
-    buckets = lay_out(slots, first_order(20), 16_384, first_threshold=4096)
-    assert buckets[0].nbytes <= 4096 < buckets[1].nbytes
 
 
 def test_a_device_has_buckets_of_its_own_size_unless_one_was_asked_for():

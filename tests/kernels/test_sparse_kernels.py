@@ -137,28 +137,6 @@ def test_in_a_sample_what_is_not_finite_is_infinite(kernels):
     assert not np.signbit(sample).any()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_momentum_is_gathered_where_the_gradient_is_finite(kernels, size):
-    rng = np.random.default_rng(size)
-    velocity, accumulated, gradient = (rng.standard_normal(size).astype(np.float32) for _ in range(3))
-    moved = np.float32(0.9) * velocity + gradient
-    gathered = accumulated + moved
-    before = velocity.copy(), accumulated.copy()
-    assert kernels.momentum_into(velocity, accumulated, gradient, 0.9) is True
-    assert_same_bits(velocity, moved)
-    assert_same_bits(accumulated, gathered)
-    for bad in (np.nan, np.inf, -np.inf):
-        if size == 0:
-            continue
-        velocity[:], accumulated[:] = before
-        broken = gradient.copy()
-        broken[size // 2] = bad
-        assert kernels.momentum_into(velocity, accumulated, broken, 0.9) is False
-        moved[size // 2], gathered[size // 2] = before[0][size // 2], before[1][size // 2]
-        assert_same_bits(velocity, moved)
-        assert_same_bits(accumulated, gathered)
-
-
 @pytest.mark.parametrize("nbytes", [1, 3, 4, 31, 32, 33, 96, 200])
 def test_a_checksum_sees_every_flipped_bit(kernels, nbytes):
     array = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)

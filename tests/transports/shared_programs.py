@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests import measured
-from tests.transports.shared import LINE, bells_in, bytes_by_rank, native, node_memory, posts, settle
+from tests.transports.shared import LINE, bells_in, native, node_memory, posts, settle
 
 LONG = 1 << 17  # bytes of a message that takes a while
 SECONDS = 10.0  # more than any wait of these programs takes, unless a ring was lost
@@ -46,56 +46,6 @@ def play(descriptor: int, me: int, rounds: int) -> float:
         if me == 1:
             cells.set(1, turn)
             bells[0].ring()
-    print(longest, flush=True)
-    return longest
-
-
-def exchange(descriptor: int, ranks: int, me: int, ring: int, messages: int) -> float:
-    """Each rank sends every other one messages of many sizes, data and control. Prints and returns the longest sleep.
-
-    Sends go out in turn and receives are posted in another order. A rank sleeps whenever nothing moves.
-    """
-    window = native.Window(descriptor, 0, 2 * ranks * LINE + native.Post.bytes_needed(ranks, ring, ring))
-    bells, over = bells_in(window, ranks), native.Cells(window, ranks * LINE, ranks)
-    post = native.Post(window, 2 * ranks * LINE, ranks, me, ring, ring, bells)
-    others = [rank for rank in range(ranks) if rank != me]
-    rng = np.random.default_rng(me)
-    sizes = [int(size) for size in np.random.default_rng(1).integers(0, 3 * ring, messages)]
-    waits, received = [], []
-    for number in rng.permutation(messages):
-        for peer in others:
-            waits.append(post.send(peer, int(number), bytes_by_rank(me, int(number), sizes[number])))
-    for number in rng.permutation(messages):
-        for peer in others:
-            into = np.empty(sizes[number], np.uint8)
-            received.append((into, peer, int(number)))
-            waits.append(post.receive(peer, int(number), into))
-    for number in range(messages):
-        for peer in others:
-            post.send_control(peer, bytes_by_rank(me, number, sizes[number] // 2).tobytes())
-    control: dict[int, list[bytes]] = {peer: [] for peer in others}
-    longest = 0.0
-    while True:
-        seen = bells[me].count()
-        moved = post.progress()
-        for peer, payload in post.take_control():
-            control[peer].append(payload)
-        waits = [message for message in waits if not message.done()]
-        if not waits and all(len(payloads) == messages for payloads in control.values()) and not over.get(me):
-            over.set(me, 1)
-            for bell in bells:
-                bell.ring()
-        if all(over.get(rank) for rank in range(ranks)):  # others may need us to send what did not fit into a ring
-            break
-        if not moved:
-            began = time.monotonic()
-            bells[me].sleep(seen, SECONDS)
-            longest = max(longest, time.monotonic() - began)
-            assert longest < SECONDS, "a ring was lost, or another process is"
-    for into, peer, number in received:
-        np.testing.assert_array_equal(into, bytes_by_rank(peer, number, sizes[number]))
-    for peer, payloads in control.items():
-        assert payloads == [bytes_by_rank(peer, n, sizes[n] // 2).tobytes() for n in range(messages)], peer
     print(longest, flush=True)
     return longest
 
@@ -173,7 +123,7 @@ def guest_of_another_user(address: str, secret: str) -> None:
             print(0, flush=True)
 
 
-PROGRAMS: list[Callable[..., object]] = [sleep, play, exchange, give_back_buffers, guest, guest_of_another_user]
+PROGRAMS: list[Callable[..., object]] = [sleep, play, give_back_buffers, guest, guest_of_another_user]
 
 
 if __name__ == "__main__":

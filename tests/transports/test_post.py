@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from tests.transports.shared import (
     answer,
     bells_in,
     bytes_by_rank,
-    memory_file,
     native,
     needs_memory_files,
     needs_native,
@@ -29,12 +27,10 @@ from tests.transports.shared import (
     program,
     settle,
 )
-from tests.transports.shared_programs import SECONDS, exchange
 
 pytestmark = [needs_native, needs_memory_files]
 
 RING = 256  # as posts() has it
-MESSAGES = 120  # of each rank to each other one, in the exchange between processes
 
 
 @pytest.mark.parametrize("ring", [64, RING])
@@ -238,18 +234,3 @@ def test_buffers_live_until_their_messages_are_over_and_no_longer(kept):
     assert owner() is not None
     del one, other
     assert owner() is None
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_exchange_messages_and_no_rank_sleeps_through_one(ranks):
-    ring = 1024
-    messages = MESSAGES // (ranks - 1)
-    with ExitStack() as stack:
-        descriptor = stack.enter_context(memory_file())
-        others = [
-            stack.enter_context(program("exchange", descriptor, ranks, me, ring, messages, descriptors=(descriptor,)))
-            for me in range(1, ranks)
-        ]
-        longest = [exchange(descriptor, ranks, 0, ring, messages)]
-        longest += [float(answer(other)) for other in others]
-    assert max(longest) < SECONDS / 2
