@@ -1,7 +1,4 @@
-"""Over nodes, each share crosses the wire once for a whole node: bits, and bytes counted where the transport sends.
-
-Ranks are objects of this process: those of one node on a window that they share, all on a network in memory.
-"""
+"""Over nodes, each share crosses the wire once for a whole node: bits, and bytes counted where the transport sends."""
 
 from __future__ import annotations
 

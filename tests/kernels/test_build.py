@@ -1,7 +1,4 @@
-"""Where nothing can be compiled, a build says so in one line and ends well, and the numpy kernels are used.
-
-Unless HVDKIT_REQUIRE_NATIVE=1 has it fail; with HVDKIT_PURE=1 it does not try. A wheel's tag says what is in the wheel.
-"""
+"""Where nothing can be compiled, a build ends well with the numpy kernels; a wheel's tag says what is in the wheel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Collectives through chunks in shared memory give the bits of the numpy kernels in rank order, whatever the schedule.
-
-Ranks are objects of this process that one loop moves on in random order, so that a failure can be repeated.
-"""
+"""Collectives through chunks in shared memory give the bits of the numpy kernels in rank order, whatever the schedule."""
 
 from __future__ import annotations
 

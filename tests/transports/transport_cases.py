@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from hvdkit.engine.session import runtime
+from tests.torch.timeline_cases import recorded
 from tests.transports.shared import gone_within, grown, held, in_thread, shared_files, until
 
 
@@ -75,43 +75,28 @@ def case_several_threads_may_use_the_engine_at_once(hvd):
 
 
 def case_the_timeline_is_valid_and_has_a_row_for_each_tensor(hvd):
-    import json
-    import tempfile
-
-    path = f"{tempfile.gettempdir()}/hvdkit-timeline-{os.getpid()}.json"
-    hvd.start_timeline(path)
-    hvd.allreduce(torch.ones(10), name="seen")
-    hvd.grouped_allreduce([torch.ones(10), torch.ones(20)], name="together")
-    parameter = torch.nn.Parameter(torch.ones(100))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
-    for _ in range(2):
-        (parameter * 2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    hvd.stop_timeline()
+    with recorded(hvd) as shown:
+        hvd.allreduce(torch.ones(10), name="seen")
+        hvd.grouped_allreduce([torch.ones(10), torch.ones(20)], name="together")
+        parameter = torch.nn.Parameter(torch.ones(100))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
+        for _ in range(2):
+            (parameter * 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bool(shown) == (hvd.rank() == 0)
     if hvd.rank() == 0:
-        with open(path) as file:
-            events = json.load(file)
-        os.unlink(path)
-        rows = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-        activities = {event.get("name") for event in events}
-        assert any("seen" in row for row in rows), rows
-        expected = {"NEGOTIATE_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"}
-        assert expected <= activities, activities
-        begun = [event["tid"] for event in events if event["ph"] == "B"]
-        ended = [event["tid"] for event in events if event["ph"] == "E"]
-        assert sorted(begun) == sorted(ended)
-        reduced = [event["args"] for event in events if event.get("name") == "ALLREDUCE"]
-        if hvd.size() > 1:
-            assert any(args.get("operations") == 1 and "bytes" in args["reason"] for args in reduced), reduced
-            ordered = [args for args in reduced if "order" in args]
-            assert ordered, reduced
-            assert all(args["size"] and args["algorithm"] and " of " in args["order"] for args in ordered), ordered
-            buckets = {event["tid"] for event in events if "bucket" in str(event.get("args", {}).get("name"))}
-            on_buckets = {event.get("name") for event in events if event["tid"] in buckets}
-            assert {"WAIT_FOR_TURN", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE"} <= on_buckets, on_buckets
-    else:
-        assert not os.path.exists(path)
+        assert any("seen" in one.row for one in shown), shown
+        copied = {"MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"}
+        assert {"NEGOTIATE_ALLREDUCE", *copied} <= {one.name for one in shown}
+    if shown and hvd.size() > 1:
+        reduced = [one.args for one in shown if one.name == "ALLREDUCE"]
+        assert any(args.get("operations") == 1 and "bytes" in args["reason"] for args in reduced), reduced
+        ordered = [args for args in reduced if "order" in args]
+        assert ordered, reduced
+        assert all(args["size"] and args["algorithm"] and " of " in args["order"] for args in ordered), ordered
+        on_buckets = {one.name for one in shown if "bucket" in one.row}
+        assert {"WAIT_FOR_TURN", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE"} <= on_buckets, on_buckets
 
 
 def case_an_array_of_more_bytes_than_one_message_arrives(hvd):
