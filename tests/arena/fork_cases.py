@@ -166,22 +166,6 @@ def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_):
         ARENA.unpin([offset])
 
 
-def case_a_private_block_is_private_to_the_child_too(_):
-    with served(MIB):
-        tensors = [born(MIB).fill_(number) for number in range(3)]
-        offset = ARENA.pin(tensors[1].data_ptr(), MIB)
-        ARENA.make_private([offset])
-        ARENA.unpin([offset])
-
-        def write() -> None:
-            assert [int(one[7]) for one in tensors] == [0, 1, 2]
-            for one in tensors:
-                one.fill_(9)
-
-        in_child(write)
-        assert [int(one[7]) for one in tensors] == [0, 1, 2]
-
-
 def case_a_child_can_reach_nothing_of_the_arenas_file(_):
     with served(MIB):
         tensor = born(MIB).fill_(1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale, numpy_kernels
 from tests.collectives.stepping import random_inputs, run_everywhere, run_in_random_order
-from tests.network import MemoryTransport
 
 RANKS = [2, 3, 4, 5, 6, 7, 8, 12, 16]
 ELEMENTS = [0, 1, 17, 1000]
@@ -28,26 +25,6 @@ OWN_ORDER = ["ring", "tree", "butterfly"]
 # A rounding to so many bits loses at most this part of a value.
 ROUNDING = {"float64": 2**-53, "float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
 NONE, FP16 = CASTS["none"], CASTS["fp16"]
-
-
-class Int8Codec(Cast):
-    """A chunk's largest magnitude, then its values as parts of it: the payload of a chunk depends on where it is cut,
-    has a length of its own, and is another one after it was decoded and encoded again."""
-
-    name = "int8"
-    lossy = True
-
-    def encode(self, chunk: np.ndarray, room: np.ndarray | None = None) -> np.ndarray:
-        if chunk.size == 0:
-            return np.empty(0, np.uint8)
-        step = np.float32(np.abs(chunk).max() / 100 or 1.0)
-        values = np.rint(chunk / step).clip(-127, 127).astype(np.int8)
-        return np.concatenate([np.array([step]).view(np.uint8), values.view(np.uint8)])
-
-    def decode_reduce(self, payloads: Sequence[np.ndarray], out: np.ndarray, op: ReduceOp, scale: Scale) -> None:
-        if out.size:
-            decoded = [p[4:].view(np.int8) * p[:4].copy().view(np.float32) * np.float32(0.99) for p in payloads]
-            numpy_kernels.reduce_into(out, decoded, op, scale)
 
 
 def reduction(inputs: list[np.ndarray], op: ReduceOp, scale: Scale = ONE) -> np.ndarray:
@@ -200,16 +177,6 @@ def test_what_a_codec_leaves_alone_is_reduced_as_without_it(name, dtype, size):
     assert result.tobytes() == outcomes(name, inputs)[0].tobytes()
 
 
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_all_ranks_decode_the_payload_that_one_owner_encoded(name, size):
-    for elements in ELEMENTS:
-        inputs = [rank + 1 + np.arange(elements, dtype=np.float32) / 100 for rank in range(size)]
-        # All have the same bits, which outcomes() asserts.
-        result, _ = outcomes(name, inputs, scale=Scale(divisor=size), codec=Int8Codec())
-        np.testing.assert_allclose(result, sum(inputs) / size, rtol=0.25)
-
-
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
 
@@ -230,24 +197,6 @@ def test_all_ranks_together_send_the_bytes_of_the_formula_whatever_the_chunks(na
         nbytes = 4 * elements
         total = size * nbytes * (size - 1) if name == "all_to_all" else 2 * nbytes * (size - 1)
         assert sum(outcomes(name, random_inputs(size, elements))[1]) == total
-
-
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_nothing_empty_is_sent(name, size, monkeypatch):
-    lengths = Counter()
-    send = MemoryTransport.isend
-    monkeypatch.setattr(
-        MemoryTransport,
-        "isend",
-        lambda self, buffer, peer, tag: (lengths.update([buffer.nbytes]), send(self, buffer, peer, tag))[1],
-    )
-    outcomes(name, random_inputs(size, 0))
-    assert not lengths
-    outcomes(name, random_inputs(size, 17))  # two cache lines: most chunks are empty
-    outcomes(name, random_inputs(size, 17), codec=FP16)
-    assert lengths
-    assert 0 not in lengths
 
 
 # -- how they behave --------------------------------------------------------------------------------------------------

@@ -51,13 +51,6 @@ def test_an_average_of_halves_is_that_of_float32_in_16_bits(kernels, half):
 
 
 @INTEGERS
-def test_the_average_of_ones_is_one_on_any_number_of_ranks(kernels, dtype):
-    for ranks in range(1, min(np.iinfo(dtype).max, 300) + 1):
-        total = np.full(3, ranks, dtype)
-        assert reduced(kernels, [total], Scale(1.0, ranks)).tolist() == [1] * 3
-
-
-@INTEGERS
 @pytest.mark.parametrize("divisor", [2, 3, 8, 49, 200, 65537, LARGEST_DIVISOR - 1, LARGEST_DIVISOR])
 def test_integer_averages_are_exact_and_cut_off(kernels, dtype, divisor):
     limits, rng = np.iinfo(dtype), np.random.default_rng(divisor)

@@ -1,4 +1,4 @@
-"""Collectives through chunks in shared memory give the bits of the numpy kernels in rank order, whatever the schedule."""
+"""Collectives through chunks in shared memory give the bits of the numpy kernels in rank order, whatever the order."""
 
 from __future__ import annotations
 
