@@ -50,11 +50,11 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def many(own: random.Random, number: int, count: int) -> None:
     """Several in flight at once, one of them of two types, waited for in an order of each rank's own."""
-    mine = values(number, hvd.rank(), count + 50)
-    total, whole = sum(everyones(number, count + 50)), mine.to(torch.int64)
+    floats = values(number, hvd.rank(), count + 50)
+    total, whole = sum(everyones(number, count + 50)), floats.to(torch.int64)
     handles = {
-        "both": hvd.grouped_allreduce_async([mine, whole], name=f"both.{number}", op=hvd.Sum),
-        "first": hvd.allreduce_async(mine[:50], name=f"first.{number}", op=hvd.Sum),
+        "both": hvd.grouped_allreduce_async([floats, whole], name=f"both.{number}", op=hvd.Sum),
+        "first": hvd.allreduce_async(floats[:50], name=f"first.{number}", op=hvd.Sum),
         "last": hvd.allreduce_async(whole[-50:], name=f"last.{number}", op=hvd.Sum),
     }
     got = {name: hvd.synchronize(handles[name]) for name in own.sample(list(handles), len(handles))}

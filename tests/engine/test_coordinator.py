@@ -79,10 +79,10 @@ def test_ready_allreduces_that_match_are_batched_up_to_the_threshold():
 def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, is_first):
     coordinator = Coordinator(2, 1 << 20)
     details = {0: [4, [2, 2]], 1: detail}
-    one, other = (1, 0) if is_first else (0, 1)
-    ask(coordinator, ALLTOALL, one, detail=details[one])
+    order = (1, 0) if is_first else (0, 1)
+    ask(coordinator, ALLTOALL, order[0], detail=details[order[0]])
     first = taken(coordinator)
-    ask(coordinator, ALLTOALL, other, detail=details[other])
+    ask(coordinator, ALLTOALL, order[1], detail=details[order[1]])
     outgoing = [*first, *taken(coordinator)]
     assert [rank for rank, _ in first] == ([1] if is_first else [])
     assert sorted(rank for rank, _ in outgoing) == [0, 1]

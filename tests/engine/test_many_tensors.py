@@ -151,7 +151,7 @@ def test_a_coordinator_forgets_each_failure_and_does_not_look_at_all():
     grows_no_faster(instructions, fail)
 
 
-def asked(*signatures: dict[str, Any]) -> Callable[[int], None]:
+def requests(*signatures: dict[str, Any]) -> Callable[[int], None]:
     """Two ranks ask for so many operations, each under a name of its own, with these signatures in turn."""
 
     def coordinate(count: int) -> None:
@@ -165,7 +165,7 @@ def asked(*signatures: dict[str, Any]) -> Callable[[int], None]:
     return coordinate
 
 
-def asked_by_many(count: int) -> None:
+def request_of_many_ranks(count: int) -> None:
     coordinator = Coordinator(count, 1 << 20)
     for rank in range(count):
         coordinator.receive(rank, Ask({"kind": "barrier", "ps": 0}, "barrier", None), 0.0)
@@ -174,10 +174,10 @@ def asked_by_many(count: int) -> None:
 
 
 WORK = {
-    "barriers": asked({"kind": "barrier", "ps": 0}),
-    "of one type": asked(allreduce()),
-    "of two types": asked(allreduce(dtype="float16"), allreduce()),
-    "of many ranks": asked_by_many,
+    "barriers": requests({"kind": "barrier", "ps": 0}),
+    "of one type": requests(allreduce()),
+    "of two types": requests(allreduce(dtype="float16"), allreduce()),
+    "of many ranks": request_of_many_ranks,
 }
 
 

@@ -7,17 +7,7 @@ from hypothesis import strategies as st
 
 from hvdkit.kernels import Scale, numpy_kernels
 from tests.kernels.arrays import assert_same_bits, misaligned, native, needs_native, values
-from tests.kernels.codecs import (
-    KINDS,
-    SIZES,
-    copied,
-    floats,
-    parts,
-    quantised,
-    selected,
-    signs,
-    twins,
-)
+from tests.kernels.codecs import KINDS, SIZES, copied, floats, parts, quantised, selected, signs, twins
 
 pytestmark = needs_native
 few = settings(max_examples=25, deadline=None)

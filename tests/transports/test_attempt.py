@@ -10,14 +10,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.security.admission import (
-    ANSWER,
-    LEADER,
-    Authenticator,
-    admit,
-    introduction_key,
-    pack_address,
-)
+from hvdkit.transports.security.admission import ANSWER, LEADER, Authenticator, admit, introduction_key, pack_address
 from hvdkit.transports.security.credentials import NONCE_BYTES, Credentials
 from tests.transports.shared import in_thread, until
 

@@ -24,7 +24,7 @@ def choose(world, asked="auto", have_mpi4py=True, have_torch=True, cuda=False, f
 
 
 @pytest.mark.parametrize(
-    ("expected", "world", "told"),
+    ("expected", "world", "options"),
     [
         ("solo", ALONE, {}),
         ("solo", ALONE, {"have_mpi4py": False, "have_torch": False}),
@@ -46,8 +46,8 @@ def choose(world, asked="auto", have_mpi4py=True, have_torch=True, cuda=False, f
         ("torch", HOROVODRUN, {"asked": "torch", "for_torch": True}),
     ],
 )
-def test_the_launcher_decides_unless_a_transport_was_asked_for_or_is_not_there(expected, world, told):
-    assert choose(world, **told) == expected
+def test_the_launcher_decides_unless_a_transport_was_asked_for_or_is_not_there(expected, world, options):
+    assert choose(world, **options) == expected
 
 
 def report(problem="", controller="gloo"):

@@ -112,10 +112,7 @@ def test_nothing_is_handed_out_for_a_wrong_secret(wrong):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_who_knows_the_secret_gets_nothing():
-    with (
-        served_after_all() as serving,
-        program("guest_of_another_user", serving.address, serving.secret) as stranger,
-    ):
+    with served_after_all() as serving, program("guest_of_another_user", serving.address, serving.secret) as stranger:
         assert answer(stranger).startswith("PermissionError")
         assert answer(stranger) == "0"
 
