@@ -25,7 +25,7 @@ def rejected(coordinator: Coordinator) -> list[str]:
         ("allreduce", "shape", [[5]], "reduce tensors of one shape, with the last batch of uneven data too; "),
         ("allgather", "shape", [["*", 5]], "only the first dimension may differ between ranks."),
         ("shift", "shape", [[5]], "give tensors of the same shape on every rank."),
-        ("broadcast", "shape", [[4], [4]], "give as many tensors on every rank: of the same model, "),
+        ("broadcast", "dtype", ["float32", "float32"], "give as many tensors on every rank: of the same model, "),
         ("allreduce", "dtype", ["int64"], ""),
         ("allreduce", "op", 2, ""),
         ("allreduce", "root", 1, ""),
