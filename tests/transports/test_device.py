@@ -1,5 +1,7 @@
 """Collectives of a device on real ranks, with the CPU as the device, and pure decisions about NCCL."""
 
+from __future__ import annotations
+
 import pytest
 import torch.distributed as dist
 

@@ -1,5 +1,7 @@
 """Every transport: again after shutdown, long messages, threads, timeline, a user's process group, smaller jobs."""
 
+from __future__ import annotations
+
 import pytest
 
 from tests.ranks import RankedCases
