@@ -8,9 +8,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from hvdkit.config import Settings
+from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session.session import Session
+from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError
+from hvdkit.kernels import ReduceOp
 from tests.network import MemoryTransport, Wires
 
 T = TypeVar("T")
@@ -20,6 +24,24 @@ JOB_SECONDS = 150.0  # longer than the engine itself waits
 
 class Dies(Exception):  # noqa: N818 (not an error)
     """Raised by what runs on a rank: it ends without a word, as a process that is killed."""
+
+
+def allreduce(session: Session, array: Any, name: str, process_set: int = 0) -> None:
+    """Sum an array by name, in place, and wait for it."""
+    session.engine.named.allreduce([array], ReduceRequest(ReduceOp.SUM), Call(name, process_set)).wait()
+
+
+def hand_over(lane: Lane, slot: int, own: Any) -> Any:
+    """Give a lane this rank's gradient, or None, where the lane has a place for it. Return where the sum will be."""
+    if own is None:
+        lane.ready(slot, None)
+    elif (small := lane.small(slot)) is not None:
+        small[...] = own
+        lane.ready(slot, FILLED)
+        return small
+    else:
+        lane.ready(slot, offer_of(own))
+    return own
 
 
 def on_threads(

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import random
-import resource
-import threading
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvdkit.arena import ARENA, Arena
-from hvdkit.compression import CASTS
-from hvdkit.engine.steps.host_reducer import HostReducer
-from hvdkit.engine.steps.offers import Block, offer_of
-from hvdkit.engine.steps.plan import Reduction, Slot
-from hvdkit.kernels import ReduceOp
 from tests.arena.blocks import MIB, born, counts, lies_in_arena, peer_of, populated, served, used
+from tests.transports.shared import in_thread
 
 STEPS_UNTIL_MEMORY_IS_FORGOTTEN = 64
 WORTH_GIVING_BACK = 16 * MIB
@@ -43,7 +34,7 @@ class AllocatesInBackward(torch.autograd.Function):
         return gradient
 
 
-def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_: Any) -> None:
+def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_):
     with served(MIB):
         assert not lies_in_arena(torch.empty(MIB, dtype=torch.uint8))
         assert lies_in_arena(born(MIB))
@@ -55,31 +46,19 @@ def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_: A
         weight = torch.nn.Parameter(torch.ones(MIB // 4))
         (weight * 2).sum().backward()
         assert lies_in_arena(weight.grad)
+        with ARENA.serving():  # of this thread alone
+            assert not lies_in_arena(in_thread(torch.empty, MIB // 4).result())
+        with served(MIB, 2 * MIB):
+            assert lies_in_arena(born(2 * MIB))
+        assert lies_in_arena(born(MIB)), "a size is served until it was removed as often as it was added"
+        assert not lies_in_arena(born(2 * MIB))
     assert not lies_in_arena(born(MIB))  # of no size any more
 
 
-def case_a_size_is_served_until_it_was_removed_as_often_as_it_was_added(_: Any) -> None:
-    with served(MIB):
-        with served(MIB, 2 * MIB):
-            assert lies_in_arena(born(2 * MIB))
-        assert lies_in_arena(born(MIB))
-        assert not lies_in_arena(born(2 * MIB))
-
-
-def case_a_request_of_one_thread_is_not_one_of_another(_: Any) -> None:
-    with served(MIB), ARENA.serving():
-        made: list[torch.Tensor] = []
-        other = threading.Thread(target=lambda: made.append(torch.empty(MIB, dtype=torch.uint8)))
-        other.start()
-        other.join()
-        assert not lies_in_arena(made[0])
-
-
-def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: Any) -> None:
+def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_):
     sizes = [65536, 70000, 262144, MIB]
     before = used()
     passed: queue.Queue[tuple[torch.Tensor, int]] = queue.Queue()
-    problems: list[str] = []
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
@@ -87,8 +66,7 @@ def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: 
         for number in range(200):
             value = draw.randrange(256)
             tensor = born(draw.choice(sizes)).fill_(value)
-            if not lies_in_arena(tensor):
-                problems.append("not served")
+            assert lies_in_arena(tensor)
             (kept.append if number % 2 else passed.put)((tensor, value))
             del tensor
             if draw.random() < 0.5 and kept:
@@ -96,22 +74,17 @@ def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_: 
             else:
                 one, expected = passed.get()
                 passed.put((torch.zeros(1, dtype=torch.uint8), 0))  # so that nobody waits in vain
-            if not bool((one == expected).all()):
-                problems.append("a block has bytes of another one")
+            assert bool((one == expected).all()), "a block has bytes of another one"
 
     with served(*sizes):
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for outcome in [in_thread(work, seed) for seed in range(8)]:
+            outcome.result()
         while not passed.empty():
             passed.get()
-    assert not problems, set(problems)
     assert used() == before
 
 
-def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_: Any) -> None:
+def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_):
     with served(MIB, 2 * MIB, 3 * MIB):
         ARENA.trim()
         blocks = [born(MIB) for _ in range(6)]
@@ -127,7 +100,7 @@ def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_: Any) ->
         del mixed
 
 
-def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_before(_: Any) -> None:
+def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_before(_):
     with served(MIB, 64 * MIB):
         ARENA.trim()
         least = populated()
@@ -143,19 +116,15 @@ def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_befo
             born(MIB)
             ARENA.end_step()
         assert populated() <= least + MIB + WORTH_GIVING_BACK
-
-
-def case_steps_that_need_the_same_in_turn_take_nothing_and_give_nothing_back(_: Any) -> None:
-    with served(2 * MIB, 32 * MIB):
-        born(32 * MIB)
+        born(64 * MIB)
         grown = populated()
-        for step in range(3 * STEPS_UNTIL_MEMORY_IS_FORGOTTEN):
-            born(32 * MIB if step % 4 == 0 else 2 * MIB)
+        for step in range(3 * STEPS_UNTIL_MEMORY_IS_FORGOTTEN):  # that need the same in turn
+            born(64 * MIB if step % 4 == 0 else MIB)
             assert populated() == grown
             ARENA.end_step()
 
 
-def case_trim_gives_back_all_that_no_tensor_has(_: Any) -> None:
+def case_trim_gives_back_all_that_no_tensor_has(_):
     with served(MIB, 8 * MIB):
         kept = born(MIB).fill_(7)
         gone = born(8 * MIB)
@@ -167,7 +136,7 @@ def case_trim_gives_back_all_that_no_tensor_has(_: Any) -> None:
         assert lies_in_arena(again)
 
 
-def case_a_pinned_block_outlives_its_tensor(_: Any) -> None:
+def case_a_pinned_block_outlives_its_tensor(_):
     with served(MIB):
         before = used()
         tensor = born(MIB).fill_(3)
@@ -187,22 +156,7 @@ def case_a_pinned_block_outlives_its_tensor(_: Any) -> None:
             assert used() == before
 
 
-def case_a_storage_that_is_moved_leaves_a_pinned_block_where_it_is(_: Any) -> None:
-    with served(MIB):
-        tensor = born(MIB).fill_(5)
-        offset = ARENA.pin(tensor.data_ptr(), MIB)
-        before = used()
-        tensor.share_memory_()
-        assert not lies_in_arena(tensor)
-        with peer_of(offset, MIB) as peer:
-            peer[:] = bytes([9]) * MIB
-        assert bool((tensor == 5).all())
-        assert used() == before
-        ARENA.unpin([offset])
-        assert used() == before - MIB
-
-
-def case_what_is_in_no_block_cannot_be_pinned(_: Any) -> None:
+def case_what_is_in_no_block_cannot_be_pinned(_):
     with served(MIB):
         tensor = born(MIB)
         address = tensor.data_ptr()
@@ -212,7 +166,7 @@ def case_what_is_in_no_block_cannot_be_pinned(_: Any) -> None:
         assert ARENA.pin(address, MIB) == -1
 
 
-def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_changes_it(_: Any) -> None:
+def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_changes_it(_):
     with served(MIB):
         neighbours = [born(MIB).fill_(number) for number in range(3)]
         tensor = neighbours[1]
@@ -240,7 +194,7 @@ def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_change
         assert address not in [one.data_ptr() for one in [born(MIB) for _ in range(8)]]  # a peer may still write there
 
 
-def case_a_private_block_that_was_freed_meanwhile_comes_back_when_it_is_unpinned(_: Any) -> None:
+def case_a_private_block_that_was_freed_meanwhile_comes_back_when_it_is_unpinned(_):
     with served(MIB):
         before = used()
         tensor = born(MIB)
@@ -252,7 +206,7 @@ def case_a_private_block_that_was_freed_meanwhile_comes_back_when_it_is_unpinned
         assert used() == before
 
 
-def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_: Any) -> None:
+def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_):
     with served(MIB, 32 * MIB):
         descriptor = ARENA.open(True)
         ARENA.trim()
@@ -274,61 +228,7 @@ def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_: Any) 
         assert lies_in_arena(born(32 * MIB))
 
 
-class NodeOfOne:
-    """What a lane asks of its node when it is offered a gradient and when it fails."""
-
-    block = Block(np.zeros(0, np.uint8), [], [])
-    withdrawn = False
-
-    def offer(self, *_: Any) -> None:
-        pass
-
-    def withdraw(self) -> None:
-        self.withdrawn = True
-
-
-def case_what_cannot_be_made_private_after_a_failure_stays_pinned_and_gradients_are_copied(_: Any) -> None:
-    with served(MIB):
-        before, node = used(), NodeOfOne()
-        slots = [Slot("weight", (MIB // 4,), np.dtype(np.float32))]
-        reduction = Reduction(ReduceOp.SUM, 1.0, 1.0, (CASTS["none"],))
-        buckets = HostReducer(SimpleNamespace(size=2), reduction, None, slots, node)  # type: ignore[arg-type]
-        tensor = born(MIB)
-        buckets.offer((0,), (offer_of(tensor.numpy().view(np.float32)),))
-        _, highest = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (MIB, highest))  # no more addresses
-        try:
-            buckets.rescue()
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (highest, highest))
-        assert node.withdrawn
-        assert buckets.is_written_late
-        buckets.end_step()
-        del buckets, tensor
-        gc.collect()
-        assert used() == before + MIB
-
-
-def case_where_it_is_switched_off_nothing_is_served_and_what_was_pinned_is_given_back(_: Any) -> None:
-    with served(MIB):
-        before = used()
-        tensor = born(MIB)
-        offset = ARENA.pin(tensor.data_ptr(), MIB)
-        assert ARENA.open(False) == -1
-        assert ARENA.reason == "HVDKIT_ARENA is 0"
-        assert not ARENA.is_open
-        assert not lies_in_arena(born(MIB))
-        assert ARENA.pin(tensor.data_ptr(), MIB) == -1
-        assert ARENA.add_sizes([2 * MIB]) == []
-        del tensor
-        ARENA.unpin([offset])
-        assert used() == before
-        assert ARENA.open(True) >= 0
-        assert lies_in_arena(born(MIB))
-    assert not lies_in_arena(born(MIB))
-
-
-def case_a_default_device_of_pytorch_does_not_pass_for_another_allocator(_: Any) -> None:
+def case_a_default_device_of_pytorch_does_not_pass_for_another_allocator(_):
     with served(), torch.device("meta"):
         another = Arena()
         assert another.open(True) >= 0

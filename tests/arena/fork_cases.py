@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -13,14 +11,13 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 import torch
 
 from hvdkit.arena import ARENA
 from tests import measured
-from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, populated, served, used
+from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, served, used
+from tests.transports.shared import in_thread
 
 CHILD_SECONDS = 60
 
@@ -47,7 +44,7 @@ def in_child(work: Callable[[], None], meanwhile: Callable[[], None] = lambda: N
     assert status == 0, f"the child ended with status {status}"
 
 
-def case_what_a_child_writes_does_not_reach_its_parent(_: Any) -> None:
+def case_what_a_child_writes_does_not_reach_its_parent(_):
     with served(MIB):
         weight = torch.nn.Parameter(torch.ones(MIB // 4))
         (weight * 3).sum().backward()
@@ -67,7 +64,7 @@ def case_what_a_child_writes_does_not_reach_its_parent(_: Any) -> None:
         assert bool((gradient == 3).all())
 
 
-def case_a_child_has_what_was_there_when_it_was_forked(_: Any) -> None:
+def case_a_child_has_what_was_there_when_it_was_forked(_):
     """Whatever its parent, other ranks and its parent's next tensors write, before and after it has looked."""
     with served(MIB):
         written, dropped, by_a_peer = (born(MIB).fill_(number) for number in (1, 2, 3))
@@ -107,37 +104,25 @@ def case_a_child_has_what_was_there_when_it_was_forked(_: Any) -> None:
             os.close(descriptor)
 
 
-def case_each_fork_has_what_was_there_when_it_was_forked(_: Any) -> None:
-    """As workers have, of which each is forked a little later; the parent goes on with what it has."""
-    with served(MIB, 4 * MIB):
-        tensors = [born(nbytes).fill_(0) for nbytes in (MIB, 4 * MIB, MIB)]
-        for number in range(1, 6):
-            tensors[number % 3][number * 4096 :] = number
-            if number == 3:
-                tensors[1] = born(4 * MIB).fill_(33)
-            expected = [int(tensor.sum(dtype=torch.int64)) for tensor in tensors]
-
-            def look(expected: list[int] = expected) -> None:
-                assert [int(tensor.sum(dtype=torch.int64)) for tensor in tensors] == expected
-                for tensor in tensors:
-                    tensor.fill_(100)
-
-            in_child(look)
-            assert [int(tensor.sum(dtype=torch.int64)) for tensor in tensors] == expected
-
-
-def case_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(_: Any) -> None:
+def case_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(_):
     with served(64 * MIB):
         tensor = born(64 * MIB).fill_(1)
         ARENA.end_step()
         before = anonymous_bytes()
-        for _number in range(3):
-            in_child(lambda: None)
+        for number in range(3):  # each has what was there when it was forked
+            tensor[number * 4096] = number + 2
+            expected = int(tensor.sum(dtype=torch.int64))
+
+            def look(expected: int = expected) -> None:
+                assert int(tensor.sum(dtype=torch.int64)) == expected
+                tensor.fill_(100)
+
+            in_child(look)
+            assert int(tensor.sum(dtype=torch.int64)) == expected
             assert anonymous_bytes() - before < 80 * MIB
         assert anonymous_bytes() - before > 32 * MIB
         ARENA.end_step()
         assert anonymous_bytes() - before < 16 * MIB
-        assert int(tensor[0]) == 1
 
 
 def anonymous_bytes() -> int:
@@ -146,29 +131,7 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def case_a_child_for_which_there_is_no_memory_cannot_read_what_will_change(_: Any) -> None:
-    with served(64 * MIB):
-        tensor = born(64 * MIB).fill_(1)
-        ARENA.end_step()
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 8 * MIB, limits[1]))
-        try:
-            child = os.fork()
-            if child == 0:
-                faulthandler.disable()
-                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                tensor[5].item()
-                os._exit(0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status)
-        assert os.WTERMSIG(status) == signal.SIGSEGV
-        in_child(lambda: None)
-
-
-def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_: Any) -> None:
+def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_):
     with served(MIB):
         tensors = [born(MIB).fill_(number) for number in range(4)]
         before = used()
@@ -186,7 +149,7 @@ def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memor
         assert lies_in_arena(born(MIB))
 
 
-def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_: Any) -> None:
+def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_):
     with served(MIB):
         tensor = born(MIB).fill_(1)
         offset = ARENA.pin(tensor.data_ptr(), MIB)
@@ -203,23 +166,7 @@ def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_: 
         ARENA.unpin([offset])
 
 
-def case_a_private_block_is_private_to_the_child_too(_: Any) -> None:
-    with served(MIB):
-        tensors = [born(MIB).fill_(number) for number in range(3)]
-        offset = ARENA.pin(tensors[1].data_ptr(), MIB)
-        ARENA.make_private([offset])
-        ARENA.unpin([offset])
-
-        def write() -> None:
-            assert [int(one[7]) for one in tensors] == [0, 1, 2]
-            for one in tensors:
-                one.fill_(9)
-
-        in_child(write)
-        assert [int(one[7]) for one in tensors] == [0, 1, 2]
-
-
-def case_a_child_can_reach_nothing_of_the_arenas_file(_: Any) -> None:
+def case_a_child_can_reach_nothing_of_the_arenas_file(_):
     with served(MIB):
         tensor = born(MIB).fill_(1)
 
@@ -228,22 +175,14 @@ def case_a_child_can_reach_nothing_of_the_arenas_file(_: Any) -> None:
             rights = {line[1] for line in lines if "memfd:hvdkit-gradients" in " ".join(line)}
             assert rights == {"---s"}
             assert int(tensor[0]) == 1
-
-        in_child(look)
-
-
-def case_a_fork_makes_no_arena_of_its_own(_: Any) -> None:
-    with served(MIB):
-
-        def ask() -> None:
-            assert ARENA.open(True) == -1
+            assert ARENA.open(True) == -1, "a fork makes an arena of its own"
             assert "fork" in ARENA.reason
 
-        in_child(ask)
+        in_child(look)
         assert ARENA.open(True) >= 0
 
 
-def case_a_fork_while_other_threads_allocate_does_not_hang(_: Any) -> None:
+def case_a_fork_while_other_threads_allocate_does_not_hang(_):
     sizes = [65536, MIB]
     over = threading.Event()
 
@@ -257,9 +196,7 @@ def case_a_fork_while_other_threads_allocate_does_not_hang(_: Any) -> None:
 
     with served(*sizes):
         kept = born(MIB).fill_(3)
-        threads = [threading.Thread(target=allocate) for _ in range(3)]
-        for thread in threads:
-            thread.start()
+        threads = [in_thread(allocate) for _ in range(3)]
         try:
             for _ in range(30):
                 in_child(allocate_once)
@@ -268,20 +205,5 @@ def case_a_fork_while_other_threads_allocate_does_not_hang(_: Any) -> None:
         finally:
             over.set()
             for thread in threads:
-                thread.join()
+                thread.result()
         assert bool((kept == 3).all())
-
-
-def case_what_a_fork_costs_is_told(_: Any) -> None:
-    with served(64 * MIB):
-        tensors: list[torch.Tensor] = []
-        for count in (0, 4):
-            tensors += [born(64 * MIB).fill_(1) for _ in range(count)]
-            started = perf_counter()
-            for _ in range(10):
-                child = os.fork()
-                if child == 0:
-                    measured.exited(0)
-                os.waitpid(child, 0)
-            milliseconds = (perf_counter() - started) * 100
-            print(f"a fork with {populated() // MIB} MiB in the arena: {milliseconds:.2f} ms", flush=True)

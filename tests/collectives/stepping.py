@@ -14,17 +14,29 @@ from typing import Any
 import numpy as np
 
 from hvdkit.collectives.group import Group
+from hvdkit.kernels import DTYPES
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport, Wires
 
 StepsOf = Callable[[Group], Generator[list[Transfer], None, Any]]
 
 
+def random_inputs(size: int, elements: int, dtype: str = "float32") -> list[np.ndarray]:
+    """Draw each rank's array."""
+    generator = np.random.default_rng(size * 1000 + elements)
+    if dtype == "bool":
+        return [generator.random(elements) < 1 / size for _ in range(size)]
+    if dtype.startswith("int"):
+        limits = np.iinfo(dtype)
+        return [generator.integers(limits.min, limits.max, elements, dtype) for _ in range(size)]
+    return [generator.standard_normal(elements).astype(DTYPES[dtype]) for _ in range(size)]
+
+
 def run_everywhere(size: int, steps_of: StepsOf) -> list[Any]:
     """Run ``steps_of(group)`` for every rank to its end; returns (result, bytes sent) of each rank."""
     wires = Wires(size)
     groups = [Group(MemoryTransport(rank, size, wires), range(size)) for rank in range(size)]
-    results = _run(groups, steps_of, lambda running: None)
+    results = run(groups, steps_of)
     return [(result, group.bytes_sent) for result, group in zip(results, groups, strict=True)]
 
 
@@ -32,30 +44,40 @@ def run_in_random_order(size: int, steps_of: StepsOf, seed: int) -> list[set[int
     """Run ``steps_of(group)`` for every rank to its end; returns the tags that each rank sent with."""
     wires = Wires(size)
     transports = [RendezvousTransport(rank, size, wires) for rank in range(size)]
-    _run([Group(transport, range(size)) for transport in transports], steps_of, random.Random(seed).shuffle)
+    run([Group(transport, range(size)) for transport in transports], steps_of, random.Random(seed).shuffle)
     assert not any(wires.messages.values()), "a message was sent that nobody received"
     return [transport.tags for transport in transports]
 
 
-def _run(groups: list[Group], steps_of: StepsOf, arrange: Callable[[list[Any]], None]) -> list[Any]:
-    """The ranks' results, of rounds in which each goes on that can, in the order that ``arrange`` makes of them."""
+def run(
+    groups: list[Group],
+    steps_of: StepsOf,
+    arrange: Callable[[list[Any]], None] = lambda running: None,
+    idle_rounds: int = 0,
+) -> list[Any]:
+    """Return the ranks' results, of rounds in which each goes on that can, in the order that ``arrange`` makes of them.
+
+    ``idle_rounds``: in how many rounds one after the other no transfer may end, as where it goes on chunk by chunk.
+    """
     running: list[tuple[int, Any, list[Transfer]]] = [(rank, steps_of(group), []) for rank, group in enumerate(groups)]
     results: list[Any] = [None] * len(groups)
+    idle = 0
     while running:
-        moved = False
+        idle += 1
         arrange(running)
-        for one in list(running):
-            rank, steps, pending = one
+        for item in list(running):
+            rank, steps, pending = item
             waiting = [transfer for transfer in pending if not transfer.done()]
-            moved = moved or len(waiting) < len(pending) or not pending
+            if len(waiting) < len(pending) or not pending:
+                idle = 0
             pending[:] = waiting
             if not pending:
                 try:
                     pending.extend(next(steps))
                 except StopIteration as stop:
                     results[rank] = stop.value
-                    running.remove(one)
-        assert moved, "the algorithm waits for messages that nobody sends"
+                    running.remove(item)
+        assert idle <= idle_rounds, "the algorithm waits for messages that nobody sends"
     return results
 
 

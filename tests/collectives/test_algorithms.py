@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -15,21 +16,9 @@ from hvdkit.collectives.broadcast import scatter_allgather_broadcast, tree_broad
 from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
 from hvdkit.collectives.group import Group, partition
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from tests.collectives.stepping import run_everywhere
+from tests.collectives.stepping import random_inputs, run_everywhere
 
 SIZES = [2, 3, 4, 5, 8, 16]
-
-
-def random_inputs(size: int, elements: int, dtype: str = "float32") -> list[np.ndarray]:
-    generator = np.random.default_rng(size * 1000 + elements)
-    return [generator.standard_normal(elements).astype(dtype) for _ in range(size)]
-
-
-def in_rank_order(inputs: list[np.ndarray]) -> np.ndarray:
-    total = inputs[0].copy()
-    for one in inputs[1:]:
-        total += one
-    return total
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -69,7 +58,7 @@ def test_allgather_and_alltoall_move_every_part_to_its_place(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_scatter_leaves_each_rank_its_run_of_the_sum(size):
     inputs = random_inputs(size, 40)
-    expected = in_rank_order(inputs) * np.float32(0.5)
+    expected = functools.reduce(np.add, inputs) * np.float32(0.5)
     bounds = partition(40, size, 4)
     results = run_everywhere(
         size, lambda group: reduce_scatter(group, inputs[group.rank].copy(), bounds, ReduceOp.SUM, Scale(0.5), 0)

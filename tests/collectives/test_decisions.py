@@ -1,7 +1,5 @@
 """What is chosen for a tensor, and the reason that is told: how its chunks are handed over, how many pieces it has."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,23 +1,20 @@
-"""Over nodes, each share crosses the wire once for a whole node: bits, and bytes counted where the transport sends.
-
-Ranks are objects of this process: those of one node on a window that they share, all on a network in memory.
-"""
+"""Over nodes, each share crosses the wire once for a whole node: bits, and bytes counted where the transport sends."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdkit.collectives.group import Choice, Group, Steps, two_phase_bytes
-from hvdkit.collectives.hierarchical import Layout, layout_allreduce, sent_share, why_allreduce
+from hvdkit.collectives.hierarchical import Layout, layout_allreduce, sent_share
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.compression import CASTS, Cast
-from hvdkit.kernels import DTYPES, ONE, ReduceOp, Scale, numpy_kernels
+from hvdkit.kernels import ONE, ReduceOp, Scale, numpy_kernels
 from hvdkit.transports.base import Bytes, Transfer
+from tests.collectives.stepping import random_inputs, run
 from tests.network import MemoryTransport, Wires
 from tests.transports.shared import LINE, bells_in, needs_memory_files, needs_native, new_window
 
@@ -34,7 +31,7 @@ NODES = {
 }
 # Cache lines of every rank's part of a share, whatever the nodes above and the codec: 2 x 3 parts of 2-byte numbers.
 ELEMENTS = 6 * 32 * 7
-ROUNDS = 10_000  # many times what the longest operation here needs
+IDLE_ROUNDS = 10_000  # many times what the longest operation here needs
 
 
 class CountingTransport(MemoryTransport):
@@ -53,41 +50,24 @@ def layouts(nodes: list[list[int]]) -> dict[int, Layout]:
     """Every rank's view of the nodes, with areas in memory that the ranks of its node share."""
     found = {}
     for node in nodes:
-        count = len(node)
-        if count == 1:
-            found[node[0]] = Layout(nodes, None)
-            continue
-        window = new_window(count * LINE + staging_bytes(count))
-        bells = bells_in(window, count)
+        nbytes = len(node) * LINE
+        window = new_window(nbytes + staging_bytes(len(node))) if len(node) > 1 else None
         for rank in node:
-            found[rank] = Layout(nodes, Staging(node, rank, window, count * LINE, bells, 0.0))
+            staging = window and Staging(node, rank, window, nbytes, bells_in(window, len(node)), 0.0)
+            found[rank] = Layout(nodes, staging)
     return found
 
 
 def run_on_nodes(
     nodes: list[list[int]], choice: Choice, steps_of: Callable[[Group], Steps[None]]
 ) -> dict[int, tuple[Counter[int], int]]:
-    """Run ``steps_of(group)`` for every rank to its end; what each rank's transport sent to whom, and what it counts.
-
-    The network in memory has its own loop, which takes an operation for stuck that goes on chunk by chunk.
-    """
+    """Run ``steps_of(group)`` for every rank; what each rank's transport sent to whom, and what it counts."""
     size = sum(map(len, nodes))
     wires = Wires(size)
     groups = [Group(CountingTransport(rank, size, wires), range(size), choice) for rank in range(size)]
     for rank, layout in layouts(nodes).items():
         groups[rank].layout = layout
-    running: dict[int, tuple[Steps[None], list[Any]]] = {group.rank: (steps_of(group), []) for group in groups}
-    for _ in range(ROUNDS):
-        for rank, (steps, pending) in list(running.items()):
-            pending[:] = [transfer for transfer in pending if not transfer.done()]
-            if not pending:
-                try:
-                    pending.extend(next(steps))
-                except StopIteration:
-                    del running[rank]
-        if not running:
-            break
-    assert not running, f"ranks {list(running)} wait for what nobody does"
+    run(groups, steps_of, idle_rounds=IDLE_ROUNDS)
     assert not any(wires.messages.values()), "a message was sent that nobody received"
     return {group.rank: (group.transport.sent, group.bytes_sent) for group in groups}
 
@@ -113,8 +93,7 @@ def reduced_on_nodes(
 
 
 def inputs_of(nodes: list[list[int]], elements: int, dtype: str) -> list[np.ndarray]:
-    generator = np.random.default_rng(elements)
-    return [generator.standard_normal(elements).astype(DTYPES[dtype]) for _ in range(sum(map(len, nodes)))]
+    return random_inputs(sum(map(len, nodes)), elements, dtype)
 
 
 def crossing(name: str, nbytes: int, carriers: int, nodes: int) -> int:
@@ -126,9 +105,7 @@ def crossing(name: str, nbytes: int, carriers: int, nodes: int) -> int:
 @pytest.mark.parametrize("codec", ["none", "fp16"])
 @pytest.mark.parametrize("name", ["two_phase", "all_to_all"])
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
-    nodes: list[list[int]], name: str, codec: str
-) -> None:
+def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(nodes, name, codec):
     inputs = inputs_of(nodes, ELEMENTS, "float32")
     _, sent = reduced_on_nodes(nodes, inputs, Choice(name), CASTS[codec])
     carriers, itemsize = min(map(len, nodes)), {"none": 4, "fp16": 2}[codec]
@@ -146,7 +123,7 @@ def test_a_rank_sends_its_share_to_its_counterparts_and_nothing_else(
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes: list[list[int]], dtype: str) -> None:
+def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes, dtype):
     third = Scale(divisor=3)
     early, late = (ONE, third) if dtype == "float32" else (third, ONE)  # what is rounded on its way is scaled first
     for elements in (1, 17, 2049, ELEMENTS, 300_000):  # the last one takes several chunks
@@ -162,7 +139,7 @@ def test_the_sum_of_each_node_comes_first_and_then_that_of_the_nodes(nodes: list
 
 
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_a_rank_whose_share_is_empty_sends_nothing(nodes: list[list[int]]) -> None:
+def test_a_rank_whose_share_is_empty_sends_nothing(nodes):
     # One cache line: the first rank of each node has all of it.
     inputs = inputs_of(nodes, 3, "float32")
     _, sent = reduced_on_nodes(nodes, inputs, Choice("two_phase"))
@@ -174,24 +151,6 @@ def test_a_rank_whose_share_is_empty_sends_nothing(nodes: list[list[int]]) -> No
     ("nodes", "share"),
     [([[0, 1]], 1 / 2), ([[0, 1, 2, 3]], 3 / 4), ([[0, 1], [2, 3]], 1 / 4), ([[0, 1], [2]], 1 / 2), (None, 2 / 3)],
 )
-def test_the_share_of_a_tensor_that_a_rank_sends_in_each_phase(nodes: list[list[int]] | None, share: float) -> None:
+def test_the_share_of_a_tensor_that_a_rank_sends_in_each_phase(nodes, share):
     ranks = 3 if nodes is None else sum(map(len, nodes))
     assert sent_share(ranks, None if nodes is None else Layout(nodes, None)) == share
-
-
-def test_the_reason_tells_how_chunks_are_handed_over_once_that_is_measured() -> None:
-    found: dict[int, list[str]] = {0: [], 1: []}
-
-    def steps_of(group: Group) -> Steps[None]:
-        for _ in range(3):
-            found[group.rank].append(why_allreduce(group, buffer.nbytes))
-            own = buffer.copy()
-            yield from layout_allreduce(
-                group, group.layout, own, ReduceOp.SUM, ONE, CASTS["none"], 6, group.layout.draw()
-            )
-
-    buffer = np.ones(100_000, np.float32)
-    run_on_nodes([[0, 1]], Choice(), steps_of)
-    for reasons in found.values():
-        assert [" ns: handed over " in reason for reason in reasons] == [False, False, True], reasons
-        assert all("each rank of the node reduces its share; " in reason for reason in reasons)

@@ -30,7 +30,7 @@ def values_of(pattern: str, elements: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", CODECS)
-def test_what_was_sent_plus_what_is_kept_is_what_came_in(name: str, pattern: str) -> None:
+def test_what_was_sent_plus_what_is_kept_is_what_came_in(name, pattern):
     codec = CODECS[name]
     for elements in LENGTHS:
         memory = memory_for(codec, elements)
@@ -46,7 +46,7 @@ def test_what_was_sent_plus_what_is_kept_is_what_came_in(name: str, pattern: str
 
 
 @pytest.mark.parametrize("name", WITHOUT_FEEDBACK)
-def test_without_feedback_nothing_is_kept(name: str) -> None:
+def test_without_feedback_nothing_is_kept(name):
     codec = WITHOUT_FEEDBACK[name]
     assert codec.keeps == ()
     values = values_of("normal", 5000)
@@ -56,7 +56,7 @@ def test_without_feedback_nothing_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_adding_adds_and_scaling_scales(name: str) -> None:
+def test_adding_adds_and_scaling_scales(name):
     codec = CODECS[name]
     for elements in LENGTHS:
         values = values_of("normal", elements)
@@ -71,9 +71,9 @@ def test_adding_adds_and_scaling_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("index", [0, 1, 2500, 4999])
+@pytest.mark.parametrize("index", [0, 1, 2500, 4999, slice(None)])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int, odd: float) -> None:
+def test_what_is_not_finite_arrives_and_poisons_nothing(name, index, odd):
     codec = CODECS[name]
     values = values_of("normal", 5000)
     memory = memory_for(codec, values.size, seed=1)
@@ -87,21 +87,9 @@ def test_what_is_not_finite_arrives_and_poisons_nothing(name: str, index: int, o
     assert np.isfinite(decoded(codec, after, values.size)).all()
 
 
-@pytest.mark.parametrize("name", [*CODECS])
-def test_nothing_but_values_that_are_not_finite(name: str) -> None:
-    codec = CODECS[name]
-    for odd in (np.nan, np.inf):
-        memory = memory_for(codec, 3000, seed=1)
-        values = np.full(3000, odd, dtype=np.float32)
-        codec.prepare(values, memory, 2)
-        payload = encoded(codec, values, memory)
-        assert not np.isfinite(decoded(codec, payload, values.size)).all()
-        assert all(np.isfinite(array).all() for array in memory.arrays.values())
-
-
 @pytest.mark.parametrize("pattern", ["normal", "heavy tails"])
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.3])
-def test_top_k_selects_about_the_number_asked_for(ratio: float, pattern: str) -> None:
+def test_top_k_selects_about_the_number_asked_for(ratio, pattern):
     codec = TopK(ratio)
     elements = 300_000
     memory = memory_for(codec, elements)
@@ -117,7 +105,7 @@ def test_top_k_selects_about_the_number_asked_for(ratio: float, pattern: str) ->
         assert np.count_nonzero(np.abs(wanted) > smallest) <= count
 
 
-def test_top_k_of_equal_values_sends_each_in_its_turn() -> None:
+def test_top_k_of_equal_values_sends_each_in_its_turn():
     codec = TopK(0.01)
     memory = memory_for(codec, 10_000)
     sent = np.zeros(10_000, dtype=bool)
@@ -127,7 +115,7 @@ def test_top_k_of_equal_values_sends_each_in_its_turn() -> None:
     assert sent.all()
 
 
-def test_random_k_comes_to_each_place_and_all_ranks_draw_alike() -> None:
+def test_random_k_comes_to_each_place_and_all_ranks_draw_alike():
     codec = RandomK(0.1, seed=5)
     seen = np.zeros(1000, dtype=bool)
     memory, other = memory_for(codec, 1000), memory_for(codec, 1000)
@@ -141,35 +129,19 @@ def test_random_k_comes_to_each_place_and_all_ranks_draw_alike() -> None:
     assert seen.all()
 
 
-def test_random_k_without_feedback_sends_values_as_they_are() -> None:
-    codec = RandomK(0.1, feedback=False)
-    values = values_of("normal", 1000)
-    result = decoded(codec, encoded(codec, values, memory_for(codec, 1000)), 1000)
-    np.testing.assert_array_equal(result[result != 0], values[result != 0])
-    assert np.count_nonzero(result) == 100
+def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase():
+    codec, values = Int8(stochastic=True, feedback=False), values_of("normal", 4096)
 
-
-def test_stochastic_rounding_draws_other_numbers_at_each_turn_and_the_same_in_each_run() -> None:
-    values = values_of("normal", 4096)
-    payloads = []
-    for turn in (0, 1, 0):
+    def payload(salt: int, turn: int) -> bytes:
         memory = CodecState(4096)
-        memory.turn = turn
-        payloads.append(encoded(Int8(stochastic=True, feedback=False), values, memory).tobytes())
-    assert payloads[0] == payloads[2] != payloads[1]
+        memory.salt, memory.turn = salt, turn
+        return encoded(codec, values, memory).tobytes()
+
+    assert len({payload(salt, turn) for salt in range(4) for turn in range(3)}) == 12
+    assert payload(1, 2) == payload(1, 2), "another run draws the same"
 
 
-def test_stochastic_rounding_draws_other_numbers_on_each_rank_and_in_each_phase() -> None:
-    payloads = set()
-    for salt in range(4):
-        memory = CodecState(4096)
-        memory.salt = salt
-        codec = Int8(stochastic=True, feedback=False)
-        payloads.add(encoded(codec, values_of("normal", 4096), memory).tobytes())
-    assert len(payloads) == 4
-
-
-def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_finite() -> None:
+def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_finite():
     codec = RandomK(0.1)
     memory = memory_for(codec, 100, seed=1)
     owed = memory.arrays["residual"].copy()
@@ -184,7 +156,7 @@ def test_random_k_still_owes_what_it_could_not_send_beside_a_value_that_is_not_f
     np.testing.assert_array_equal(memory.arrays["residual"], owed)
 
 
-def test_dgc_is_momentum_that_waits_until_it_is_sent() -> None:
+def test_dgc_is_momentum_that_waits_until_it_is_sent():
     """Against the algorithm of Lin et al., 2018, written down plainly."""
     codec = DGC(0.02, momentum=0.9, clip=1.5)
     elements = 2000
@@ -206,7 +178,7 @@ def test_dgc_is_momentum_that_waits_until_it_is_sent() -> None:
 
 
 @pytest.mark.parametrize("kind", [DGC, TopK])
-def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
+def test_more_is_sent_in_a_warm_up(kind):
     codec = kind(0.001, warmup_epochs=4, steps_per_epoch=10)
     assert codec.warmup_steps == 40
     memory = CodecState(1, codec.keeps)
@@ -215,15 +187,12 @@ def test_more_is_sent_in_a_warm_up(kind: type[TopK]) -> None:
         memory.turn = turn
         ratios.append(codec.ratio_at(memory))
     np.testing.assert_allclose(ratios, [0.25, 0.0628717, 0.0158114, 0.00397635, 0.001, 0.001], rtol=1e-5)
+    # Never less than what comes after it.
+    codec = kind(0.5, warmup_epochs=4, steps_per_epoch=10)
+    assert (codec.ratio_at(CodecState(1)), codec.warmup_steps) == (0.5, 0)
 
 
-def test_a_warm_up_never_sends_less_than_what_comes_after_it() -> None:
-    codec = TopK(0.5, warmup_epochs=4, steps_per_epoch=10)
-    assert codec.ratio_at(CodecState(1)) == 0.5
-    assert codec.warmup_steps == 0
-
-
-def test_a_warm_up_selects_as_many_as_it_says() -> None:
+def test_a_warm_up_selects_as_many_as_it_says():
     codec = TopK(0.01, warmup_epochs=3, steps_per_epoch=2)
     memory, elements = memory_for(codec, 40_000), 40_000
     for turn in range(8):
@@ -234,7 +203,7 @@ def test_a_warm_up_selects_as_many_as_it_says() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(CODECS)), st.sampled_from([1, 17, 300, 1025]), st.binary(max_size=64), st.data())
-def test_decoding_anything_is_right_or_an_error(name: str, elements: int, noise: bytes, data: st.DataObject) -> None:
+def test_decoding_anything_is_right_or_an_error(name, elements, noise, data):
     codec = CODECS[name]
     payload = encoded(codec, values_of("normal", elements), memory_for(codec, elements)).copy()
     change = data.draw(st.sampled_from(["overwrite", "cut", "lengthen", "replace"]))

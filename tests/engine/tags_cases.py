@@ -1,9 +1,5 @@
 """Lanes that are agreed on anew in each step, beside one that stays open, with few numbers for all of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from hvdkit.engine.ranks import assignments
@@ -12,7 +8,7 @@ STEPS, PARAMETERS = 24, 30
 FEW = 4  # lanes: two optimizers, of which one agrees anew before it lets go
 
 
-def case_an_optimizer_that_agrees_anew_never_meets_one_that_is_open(hvd: Any) -> None:
+def case_an_optimizer_that_agrees_anew_never_meets_one_that_is_open(hvd):
     """Both get their gradients from one backward pass; the ranks step them in one order, so both are in flight."""
     saved, assignments.LANES = assignments.LANES, FEW
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.api.gradients.compression import Compressions as Compression
+from hvdkit.collectives.group import AUTO
 from hvdkit.compression import CASTS
 from hvdkit.config import Settings
+from hvdkit.engine.loop import messages
 from hvdkit.engine.loop.messages import Ask, decode, encode
 from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.ranks import groups
 from hvdkit.engine.ranks.topology import topology_of
 from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.steps.registration import idle_codecs
+from hvdkit.engine.telemetry.compression_report import CodecStatistics, CompressionStatistics
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
 from hvdkit.errors import PeerLostError
+from tests.network import MemoryTransport, Wires
+from tests.transports.shared import in_thread
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]
 slot_lists = st.lists(
@@ -31,12 +38,12 @@ slot_lists = st.lists(
 )  # fmt: skip
 
 
-@given(slot_lists, st.integers(0, 20_000), st.randoms())
+@given(slot_lists, st.integers(0, 20_000), st.one_of(st.none(), st.integers(0, 20_000)), st.randoms())
 @settings(deadline=None)
-def test_every_slot_lies_in_one_bucket_of_its_dtype_aligned_and_apart_from_the_others(slots, threshold, shuffler):
+def test_every_slot_lies_in_one_bucket_of_its_dtype_aligned_and_apart_from_others(slots, threshold, alone, shuffler):
     order = first_order(len(slots))
     shuffler.shuffle(order)
-    buckets = lay_out(slots, order, threshold)
+    buckets = lay_out(slots, order, threshold, alone=alone)
     assert sorted(slot for bucket in buckets for slot in bucket.slots) == list(range(len(slots)))
     for bucket in buckets:
         assert len(bucket.slots) == 1 or bucket.nbytes <= threshold
@@ -47,39 +54,20 @@ def test_every_slot_lies_in_one_bucket_of_its_dtype_aligned_and_apart_from_the_o
             assert offset * bucket.dtype.itemsize % 64 == 0
             end = offset + slots[slot].elements
         assert end <= bucket.elements
+        if alone is not None:  # a large slot has a bucket of its own with nothing behind it
+            largest = max(slots[slot].elements * bucket.dtype.itemsize for slot in bucket.slots)
+            assert largest < alone or len(bucket.slots) == 1
+            assert len(bucket.slots) > 1 or bucket.elements == slots[bucket.slots[0]].elements
+    if alone is None:  # buckets stand in the order in which they are complete
+        complete = [max(order.index(slot) for slot in bucket.slots) for bucket in buckets]
+        assert complete == sorted(complete)
 
 
-@given(slot_lists, st.integers(0, 20_000))
-@settings(deadline=None)
-def test_buckets_stand_in_the_order_in_which_they_are_complete(slots, threshold):
-    order = observed_order([1] if len(slots) > 1 else [], len(slots))
-    index_of = {slot: position for position, slot in enumerate(order)}
-    complete = [max(index_of[slot] for slot in bucket.slots) for bucket in lay_out(slots, order, threshold)]
-    assert complete == sorted(complete)
-
-
-def test_the_slots_of_a_group_share_a_bucket_whatever_its_size():
+@pytest.mark.parametrize("alone", [None, 1])
+def test_the_slots_of_a_group_share_a_bucket_whatever_its_size(alone):
     slots = [Slot(str(number), (100,), np.dtype(np.float32)) for number in range(6)]
-    buckets = lay_out(slots, first_order(6), 448, [[0, 3, 5]])
+    buckets = lay_out(slots, first_order(6), 448, [[0, 3, 5]], alone=alone)
     assert any(set(bucket.slots) >= {0, 3, 5} for bucket in buckets)
-
-
-@given(slot_lists, st.integers(0, 20_000), st.integers(0, 20_000))
-@settings(deadline=None)
-def test_large_slots_have_a_bucket_of_their_own_with_nothing_behind_them(slots, threshold, alone):
-    buckets = lay_out(slots, first_order(len(slots)), threshold, alone=alone)
-    assert sorted(slot for bucket in buckets for slot in bucket.slots) == list(range(len(slots)))
-    for bucket in buckets:
-        if any(slots[slot].elements * bucket.dtype.itemsize >= alone for slot in bucket.slots):
-            assert len(bucket.slots) == 1
-        if len(bucket.slots) == 1:
-            assert bucket.elements == slots[bucket.slots[0]].elements
-
-
-def test_a_large_slot_of_a_group_stays_with_it():
-    slots = [Slot(str(number), (100,), np.dtype(np.float32)) for number in range(3)]
-    buckets = lay_out(slots, first_order(3), 448, [[0, 2]], alone=1)
-    assert sorted(sorted(bucket.slots) for bucket in buckets) == [[0, 2], [1]]
 
 
 def test_the_first_order_is_the_reverse_of_registration_and_unseen_slots_come_last():
@@ -198,56 +186,49 @@ def test_a_job_is_full_where_every_ranks_threads_have_all_cores_of_its_node(rank
     assert [topology_of(rank, ranks).is_full for rank in range(len(ranks))] == [is_full] * len(ranks)
 
 
+def placed(topology):
+    return topology.local_rank, topology.local_size, topology.cross_rank, topology.cross_size
+
+
 def test_ranks_are_grouped_by_host_where_the_launcher_does_not_say():
-    topology = topology_of(2, [report("a"), report("b"), report("a")])
-    assert (topology.local_rank, topology.local_size) == (1, 2)
-    assert (topology.cross_rank, topology.cross_size) == (0, 1)
-    assert not topology.is_homogeneous
-    assert topology_of(1, [report("a"), report("b"), report("a")]).cross_rank == 1
+    ranks = [report("a"), report("b"), report("a")]
+    assert placed(topology_of(2, ranks)) == (1, 2, 0, 1)
+    assert not topology_of(2, ranks).is_homogeneous
+    assert topology_of(1, ranks).cross_rank == 1
 
 
 def test_the_launchers_word_wins_over_host_names():
     # Two nodes whose containers have the same name, two ranks each.
-    ranks = [report("box", 0, 2), report("box", 1, 2), report("box", 0, 2), report("box", 1, 2)]
-    topology = topology_of(3, ranks)
-    assert (topology.local_rank, topology.local_size) == (1, 2)
-    assert (topology.cross_rank, topology.cross_size) == (1, 2)
+    topology = topology_of(3, [report("box", 0, 2), report("box", 1, 2)] * 2)
+    assert placed(topology) == (1, 2, 1, 2)
     assert topology.is_homogeneous
 
 
 def test_local_ranks_may_have_another_order_than_ranks():
     # As mpirun maps ranks by package.
-    ranks = [report("box", 0, 3), report("box", 2, 3), report("box", 1, 3)]
-    for rank, one in enumerate(ranks):
-        topology = topology_of(rank, ranks)
-        assert topology.nodes == ((0, 1, 2),)
-        assert topology.local_rank == one["local_rank"]
-        assert (topology.cross_rank, topology.cross_size) == (0, 1)
+    local_ranks = [0, 2, 1]
+    ranks = [report("box", local_rank, 3) for local_rank in local_ranks]
+    for rank, local_rank in enumerate(local_ranks):
+        assert topology_of(rank, ranks).nodes == ((0, 1, 2),)
+        assert placed(topology_of(rank, ranks)) == (local_rank, 3, 0, 1)
 
 
 def test_nodes_of_one_name_and_different_sizes_are_told_apart():
-    ranks = [report("box", 0, 2), report("box", 1, 2), report("box", 0, 3), report("box", 1, 3), report("box", 2, 3)]
-    topology = topology_of(4, ranks)
+    topology = topology_of(4, [report("box", index, size) for size in (2, 3) for index in range(size)])
     assert topology.nodes == ((0, 1), (2, 3, 4))
-    assert (topology.local_rank, topology.cross_rank, topology.cross_size) == (2, 0, 1)
+    assert placed(topology) == (2, 3, 0, 1)
 
 
 def test_control_messages_survive_the_wire_and_nothing_else_is_taken():
     message = Ask(3, "näme", [[1, 2], None])
     assert decode(encode(message)) == message
-    for garbage in (
-        b"",
-        b"{}",
-        b"[]",
-        b'["request"]',
-        b'["ping", 1]',
-        b"[[]]",
-        b'["unknown", 1]',
-        b"\x80\x04K\x01.",
-        b"[" * 10_000,
-    ):
+    texts = ["", "{}", "[]", '["request"]', '["request",0]', '["ping", 1]', "[[]]", '["unknown", 1]', "[" * 10_000]
+    for garbage in (*(text.encode() for text in texts), b"\x80\x04K\x01."):
         with pytest.raises(ValueError, match=r"control message|Expecting|codec|delimiter"):
             decode(garbage)
+    for number in range(messages.MOST_PARSED + 10):
+        decode(encode(Ask(0, f"gradient.{number}", None)))
+    assert len(messages._PARSED) <= messages.MOST_PARSED, "what was read is kept for ever"
 
 
 @pytest.mark.parametrize(
@@ -265,3 +246,37 @@ def test_codecs_that_encode_nothing_are_told(nodes, members, layout, idle):
     codecs = [*CASTS.values(), Compression.int8(), Compression.topk(0.1)]
     codecs += [Compression.onebit(compress="everywhere"), Compression.dgc(0.1)]
     assert idle_codecs(codecs, nodes, group) == idle
+
+
+def test_threads_that_ask_at_once_get_one_group(monkeypatch):
+    made = []
+
+    def slowly(group, *_):
+        time.sleep(0.05)
+        made.append(group)
+
+    monkeypatch.setattr(groups, "_layout_of", slowly)
+    everyone = groups.Groups(MemoryTransport(0, 1, Wires(1)), [], AUTO, 0.0)
+    got = [outcome.result(60) for outcome in [in_thread(everyone.group, 0) for _ in range(3)]]
+    assert got == [made[0]] * 3
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (100, 1, "100 bytes sent as 1 byte (100.0 x less)"),
+        (1000, 999, "1.0 kB sent as 999 bytes (1.0 x less)"),
+        (12_800, 3_260, "12.8 kB sent as 3.3 kB (3.9 x less)"),
+        (999_950, 999_949, "1.0 MB sent as 999.9 kB (1.0 x less)"),
+        (4_000_000_000, 8_000_000_000, "4000.0 MB sent as 8000.0 MB (2.0 x more)"),
+    ],
+)
+def test_bytes_have_a_unit_in_which_they_are_no_zero(before, after, words):
+    assert str(CodecStatistics("fp16", before, after, 0.0, 0.0, 0.0)) == f"fp16: {words}"
+
+
+def test_a_codec_that_keeps_something_tells_its_seconds_and_its_residual():
+    told = CodecStatistics("topk(0.01)", 2_000_000, 40_000, 0.014, 0.25, 12.3456)
+    line = "topk(0.01): 2.0 MB sent as 40.0 kB (50.0 x less), encode 0.01 s, decode 0.25 s, residual 12.3"
+    assert str(CompressionStatistics({"topk(0.01)": told}, {})) == line

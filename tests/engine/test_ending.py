@@ -14,11 +14,11 @@ from hvdkit.errors import MismatchError, PayloadError, PeerFailedError, PeerLost
     ("code", "status"),
     [(None, 0), (0, 0), (False, 0), (3, 3), (True, 1), ("text", 1), (-1, 255), (256, 1), (2**40, 1), (0x103, 3)],
 )
-def test_no_failure_becomes_a_success(code: object, status: int) -> None:
+def test_no_failure_becomes_a_success(code, status):
     assert exit_status(code) == status
 
 
-def test_what_others_are_told_of_an_exception_is_one_line_which_says_where_it_was_cut() -> None:
+def test_what_others_are_told_of_an_exception_is_one_line_which_says_where_it_was_cut():
     assert (
         raised(ValueError, ValueError("rank 1 has joined.\nHINT: wait for it."))
         == "it raised ValueError: rank 1 has joined"
@@ -32,9 +32,7 @@ def test_what_others_are_told_of_an_exception_is_one_line_which_says_where_it_wa
     ("code", "first_code", "peer_lost", "aborts_with"),
     [(7, 3, False, 3), (7, 0, False, 7), (0, 0, True, 1), (0, 3, True, 3), (0, 3, False, None), (0, 0, False, None)],
 )
-def test_a_job_ends_with_the_code_of_who_failed_first(
-    monkeypatch: pytest.MonkeyPatch, code: int, first_code: int, peer_lost: bool, aborts_with: int | None
-) -> None:
+def test_a_job_ends_with_the_code_of_who_failed_first(monkeypatch, code, first_code, peer_lost, aborts_with):
     monkeypatch.setattr(ending, "AFTER_ANOTHER_SECONDS", 0)
     aborted: list[int] = []
     mine = Ending()
@@ -45,7 +43,7 @@ def test_a_job_ends_with_the_code_of_who_failed_first(
     assert aborted == ([] if aborts_with is None else [aborts_with])
 
 
-def test_only_who_is_told_of_a_peer_fails_because_of_another_rank() -> None:
+def test_only_who_is_told_of_a_peer_fails_because_of_another_rank():
     mine = Ending()
     mine._first_gone = lambda: 5
     cause = PeerLostError("gone", 3)

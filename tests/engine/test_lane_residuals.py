@@ -8,13 +8,12 @@ import pytest
 from hvdkit.compression import CASTS, DGC, TopK
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.state import OWED, RESIDUAL, CodecState
-from hvdkit.engine.steps.device_reducer import DeviceReducer
 from hvdkit.engine.steps.plan import Slot, lay_out
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 
 
-def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it() -> None:
+def test_what_is_owed_waits_for_a_gradient_that_has_room_for_it():
     slot = Slot("p", (64,), np.dtype(np.float16))
     residuals = Residuals([slot], [CASTS["none"]])
     (bucket,) = lay_out([slot], [0], 1 << 20)
@@ -50,7 +49,7 @@ def made() -> Residuals:
     return residuals
 
 
-def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tensor() -> None:
+def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tensor():
     residuals = made()
     residuals.of_slot(0)[RESIDUAL][...] = np.arange(40)
     residuals.owe(1, np.full(9, 3.0, dtype=np.float32), 1.0)
@@ -63,7 +62,7 @@ def test_buckets_that_are_laid_out_anew_keep_what_is_owed_and_kept_of_each_tenso
     assert not residuals.owes(0), "a debt is paid once"
 
 
-def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
+def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere():
     residuals = made()
     residuals.of_slot(0)[RESIDUAL][...] = 2.0
     residuals.owe(0, np.full(40, 3.0, dtype=np.float32), 0.25)
@@ -83,13 +82,7 @@ def test_a_state_goes_on_at_its_place_and_is_one_debt_elsewhere() -> None:
     assert moved.of_bucket(0).recall("number") is None
 
 
-def test_nothing_is_owed_to_what_is_no_sum() -> None:
-    residuals = made()
-    residuals.owe(0, np.ones(40, dtype=np.float32), 0.0)
-    assert not residuals.owes(0)
-
-
-def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
+def test_what_dgc_owes_does_what_its_arrays_would_have_done():
     """Without another gradient, as many turns hand on as much, whether it was kept or is owed."""
     codec = DGC(0.5, 0.75)
     kept, moved = CodecState(16, codec.keeps), CodecState(16, codec.keeps)
@@ -103,42 +96,12 @@ def test_what_dgc_owes_does_what_its_arrays_would_have_done() -> None:
     np.testing.assert_allclose(moved.residual, kept.residual, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_too_large_for_a_debt_is_told_and_not_owed() -> None:
+def test_what_is_too_large_for_a_debt_is_told_and_not_owed():
     residuals = made()
+    residuals.owe(0, np.ones(40, dtype=np.float32), 0.0)
+    assert not residuals.owes(0), "what is no sum owes nothing"
     values = np.ones(9, dtype=np.float32)
     values[4] = 1e38
     with pytest.warns(UserWarning, match="1 values that compression kept of 'q' are not finite"):
         residuals.owe(1, values, 1e-3)
     assert residuals.of_slot(1)[OWED].tolist() == pytest.approx([1e3] * 4 + [0.0] + [1e3] * 4)
-
-
-def test_what_is_reported_in_the_midst_of_a_step_is_what_was_read_before_it() -> None:
-    class Kept:
-        """What a codec keeps on a device."""
-
-        pulls = 0
-
-        def pull(self, memory: CodecState) -> None:
-            Kept.pulls += 1
-            memory.arrays[RESIDUAL][...] = Kept.pulls
-            if Kept.pulls == 3:  # an operation begins meanwhile
-                reducer.residuals.of_piece(Piece(0, 0, 64, 0, 1))
-                reducer._pulled.discard(0)
-
-    reducer = DeviceReducer.__new__(DeviceReducer)
-    reducer.residuals = made()
-    reducer._slots, reducer._kept, reducer._pulled = SLOTS, [Kept()], set()
-
-    def norm() -> float:
-        return reducer.reports()[0][3]
-
-    assert norm() == norm() == pytest.approx(40**0.5)
-    reducer.residuals.of_piece(Piece(0, 0, 64, 0, 1))
-    reducer._pulled.discard(0)
-    assert norm() == pytest.approx(40**0.5), "the device may be changing what it keeps"
-    reducer.end_step()
-    assert norm() == pytest.approx(2 * 40**0.5)
-    reducer._pulled.discard(0)
-    norm()
-    reducer.end_step()
-    assert norm() == pytest.approx(4 * 40**0.5), "what was half of an operation is read again"

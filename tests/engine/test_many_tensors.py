@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdkit
 from hvdkit.compression import CASTS, Int8
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask
@@ -20,9 +22,10 @@ from hvdkit.engine.steps.plan import Bucket, Slot
 from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Network, cut, send_order
 from hvdkit.kernels import ReduceOp
-from tests.engine.test_small_operations import HVDKIT
+from tests.engine.test_coordinator import allreduce
 from tests.threads import on_threads
 
+HVDKIT = os.path.dirname(hvdkit.__file__) + os.sep
 FEW, MANY = 60, 240
 FLOAT = np.dtype(np.float32)
 
@@ -76,7 +79,7 @@ def grows_no_faster(count: Callable[[Callable[[int], Any], int], int], action: C
 
 
 @pytest.mark.parametrize("codec", [CASTS["none"], Int8()], ids=["dense", "int8"])
-def test_what_codecs_keep_of_a_tensor_is_found_without_a_search(codec: Any) -> None:
+def test_what_codecs_keep_of_a_tensor_is_found_without_a_search(codec):
     def lay_out_twice(count: int) -> None:
         residuals = Residuals(slots(count), [codec])
         for order in (range(count), reversed(range(count))):
@@ -94,7 +97,7 @@ def test_what_codecs_keep_of_a_tensor_is_found_without_a_search(codec: Any) -> N
     grows_no_faster(instructions, lay_out_twice)
 
 
-def test_a_lane_calls_functions_for_each_tensor_and_none_for_each_pair() -> None:
+def test_a_lane_calls_functions_for_each_tensor_and_none_for_each_pair():
     def run(session: Session) -> None:
         def two_steps(count: int) -> None:
             lane = session.engine.register_plan(f"net{count}", slots(count), op=ReduceOp.SUM)
@@ -110,7 +113,7 @@ def test_a_lane_calls_functions_for_each_tensor_and_none_for_each_pair() -> None
     on_threads(1, run)
 
 
-def test_operations_by_name_call_functions_for_each_and_none_for_each_pair() -> None:
+def test_operations_by_name_call_functions_for_each_and_none_for_each_pair():
     def run(session: Session) -> None:
         def reduce_all(count: int) -> None:
             engine = session.engine
@@ -126,7 +129,7 @@ def test_operations_by_name_call_functions_for_each_and_none_for_each_pair() -> 
     on_threads(1, run)
 
 
-def test_the_order_of_many_pieces_is_found_by_few_comparisons() -> None:
+def test_the_order_of_many_pieces_is_found_by_few_comparisons():
     def order(count: int) -> None:
         pieces = cut([100] * count, [4] * count, [0] * count)
         needed = [Compared(number * 7 % count) for number in range(count)]
@@ -136,7 +139,7 @@ def test_the_order_of_many_pieces_is_found_by_few_comparisons() -> None:
     grows_no_faster(compared, order)
 
 
-def test_a_coordinator_forgets_each_failure_and_does_not_look_at_all() -> None:
+def test_a_coordinator_forgets_each_failure_and_does_not_look_at_all():
     def fail(count: int) -> None:
         coordinator = Coordinator(3, 1 << 20)
         signature = {"ps": 0, "dtype": ["float32"], "shape": [[1]], "root": 0, "device": "cpu"}
@@ -148,13 +151,36 @@ def test_a_coordinator_forgets_each_failure_and_does_not_look_at_all() -> None:
     grows_no_faster(instructions, fail)
 
 
-def test_a_coordinator_looks_at_each_request_and_not_at_all_that_wait() -> None:
+def requests(*signatures: dict[str, Any]) -> Callable[[int], None]:
+    """Two ranks ask for so many operations, each under a name of its own, with these signatures in turn."""
+
     def coordinate(count: int) -> None:
         coordinator = Coordinator(2, 1 << 20)
-        signature = {"kind": "barrier", "ps": 0}
         for rank in range(2):
             for number in range(count):
-                coordinator.receive(rank, Ask(signature, f"barrier{number}", None), 0.0)
-        coordinator.take_outgoing()
+                coordinator.receive(rank, Ask(signatures[number % len(signatures)], f"tensor{number}", None), 0.0)
+        names = [name for _, run in coordinator.take_outgoing() for name, _ in run.names]
+        assert sorted(names) == sorted(f"tensor{number}" for number in range(count))
 
-    grows_no_faster(instructions, coordinate)
+    return coordinate
+
+
+def request_of_many_ranks(count: int) -> None:
+    coordinator = Coordinator(count, 1 << 20)
+    for rank in range(count):
+        coordinator.receive(rank, Ask({"kind": "barrier", "ps": 0}, "barrier", None), 0.0)
+    ((ranks, _),) = coordinator.take_outgoing()  # one message, encoded once
+    assert ranks == list(range(count))
+
+
+WORK = {
+    "barriers": requests({"kind": "barrier", "ps": 0}),
+    "of one type": requests(allreduce()),
+    "of two types": requests(allreduce(dtype="float16"), allreduce()),
+    "of many ranks": request_of_many_ranks,
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_coordinator_looks_at_each_request_and_not_at_all_that_wait(work):
+    grows_no_faster(instructions, WORK[work])

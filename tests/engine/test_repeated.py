@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -11,15 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdkit import kernels
 from hvdkit.engine.loop.coordinator import Coordinator
-from hvdkit.engine.loop.messages import Ask, Join
+from hvdkit.engine.loop.messages import Join
 from hvdkit.engine.ops.allreduce import region_for
 from hvdkit.engine.ops.requests import Key, Request
 from hvdkit.kernels import ReduceOp, Scale
-from tests.engine.test_coordinator import allreduce, sent_to, taken
-
-needs_native = pytest.mark.skipif(kernels.backend() != "native", reason="needs the native kernels")
+from tests.engine.test_coordinator import allreduce, ask, sent_to, taken
+from tests.transports.shared import in_thread, memory_file, needs_native
 
 REGIONS, MOST_BYTES, PATIENCE = 4, 1024, 10.0
 
@@ -28,31 +25,21 @@ def areas(ranks: int) -> list:
     """One for each rank, in memory that they share."""
     from hvdkit.kernels._native import Repeated, Window
 
-    descriptor = os.memfd_create("hvdkit-test")
-    try:
-        nbytes = Repeated.bytes_needed(ranks, REGIONS, MOST_BYTES)
-        os.ftruncate(descriptor, nbytes)
+    nbytes = Repeated.bytes_needed(ranks, REGIONS, MOST_BYTES)
+    with memory_file(nbytes) as descriptor:
         windows = [Window(descriptor, 0, nbytes) for _ in range(ranks)]
-    finally:
-        os.close(descriptor)
     return [Repeated(window, 0, ranks, me, REGIONS, MOST_BYTES) for me, window in enumerate(windows)]
 
 
-def at_once(*calls: Callable[[], object]) -> list:
-    """What each returns, of threads that begin together."""
-    results: list = [None] * len(calls)
-    barrier = threading.Barrier(len(calls))
+def at_once(ranks: int, call: Callable[[int], object]) -> list:
+    """What ``call(rank)`` returns on threads that begin together."""
+    barrier = threading.Barrier(ranks)
 
-    def run(number: int) -> None:
+    def run(rank: int) -> object:
         barrier.wait()
-        results[number] = calls[number]()
+        return call(rank)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    return [outcome.result(60) for outcome in [in_thread(run, rank) for rank in range(ranks)]]
 
 
 def reduce(area, turn, array, seconds=PATIENCE, source=None, region=0, scale=Scale(1.0)):  # noqa: B008 (it never changes)
@@ -65,7 +52,7 @@ def test_all_ranks_get_the_sum_in_rank_order_in_place_or_out_of_a_source():
     values = [np.array([1e8, 1.0], np.float32), np.array([-1e8, 2.0], np.float32), np.array([0.5, 3.0], np.float32)]
     arrays = [values[0].copy(), np.empty(2, np.float32), values[2].copy()]
     sources = [None, values[1], None]
-    done = at_once(*(lambda me=me: reduce(three[me], 1, arrays[me], source=sources[me]) for me in range(3)))
+    done = at_once(3, lambda me: reduce(three[me], 1, arrays[me], source=sources[me]))
     assert done == [True] * 3
     for array in arrays:
         np.testing.assert_array_equal(array, (values[0] + values[1]) + values[2])
@@ -79,7 +66,7 @@ def test_who_waits_too_long_withdraws_the_turn_for_all():
     np.testing.assert_array_equal(array, 1)
     assert not reduce(two[1], 1, array, seconds=PATIENCE), "at once: it was withdrawn"
     arrays = [np.ones(2, np.float32), np.ones(2, np.float32)]
-    assert at_once(*(lambda me=me: reduce(two[me], 2, arrays[me]) for me in range(2))) == [True, True]
+    assert at_once(2, lambda me: reduce(two[me], 2, arrays[me])) == [True, True]
     np.testing.assert_array_equal(arrays[1], 2)
 
 
@@ -91,16 +78,13 @@ def test_what_is_submitted_in_another_way_is_withdrawn():
     two[0].withdraw(0, 1)
     two[1].withdraw(1, 1)  # another region's
     arrays = [np.ones(2, np.float32), np.ones(2, np.float32)]
-    assert at_once(*(lambda me=me: reduce(two[me], 2, arrays[me]) for me in range(2))) == [True, True]
+    assert at_once(2, lambda me: reduce(two[me], 2, arrays[me])) == [True, True]
 
 
 @needs_native
 def test_a_rank_whose_count_differs_reduces_nothing():
     two = areas(2)
-    results = at_once(
-        lambda: reduce(two[0], 3, np.ones(2, np.float32), 0.05), lambda: reduce(two[1], 5, np.ones(2, np.float32), 0.05)
-    )
-    assert results == [False, False]
+    assert at_once(2, lambda me: reduce(two[me], (3, 5)[me], np.ones(2, np.float32), 0.05)) == [False, False]
 
 
 @needs_native
@@ -113,7 +97,7 @@ def test_each_turn_ends_alike_on_all_ranks_whatever_they_do(seed):
     # What a coordinator is for: who has not reduced a turn goes on when all ranks have come to it.
     arrived = [threading.Barrier(ranks) for _ in range(turns)]
 
-    def run(me: int) -> bool:
+    def run(me: int) -> None:
         for turn in range(1, turns + 1):
             way, array = ways[me][turn - 1], np.full(4, turn * 10.0**me, np.float64)
             if way == "submit":
@@ -126,9 +110,8 @@ def test_each_turn_ends_alike_on_all_ranks_whatever_they_do(seed):
                 np.testing.assert_array_equal(array, turn * 111.0)
             else:
                 arrived[turn - 1].wait(30)
-        return True
 
-    assert at_once(*(lambda me=me: run(me) for me in range(ranks))) == [True] * ranks
+    at_once(ranks, run)
     assert ends[0] == ends[1] == ends[2]
     if any(set(turn) == {"wait"} for turn in zip(*ways, strict=True)):
         assert True in ends[0]
@@ -140,21 +123,6 @@ def test_who_leaves_last_is_told():
     assert [one.leave() for one in three] == [False, False, True]
 
 
-@needs_native
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((9, 1, np.ones(2, np.float32)), IndexError),
-        ((0, 1, np.ones(1000, np.float32)), ValueError),
-        ((0, 1, np.ones(2, np.complex64)), TypeError),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, error):
-    (one,) = areas(1)
-    with pytest.raises(error):
-        one.allreduce(*arguments, ReduceOp.SUM, Scale(1.0), None, 0.0)
-
-
 def assign(signature, key=Key(0, "allreduce", "x")):  # noqa: B008 (it never changes)
     assigned = SimpleNamespace(next_region=lambda key, signature: 7)
     return region_for(assigned, key, {0: Request(signature)})
@@ -162,18 +130,20 @@ def assign(signature, key=Key(0, "allreduce", "x")):  # noqa: B008 (it never cha
 
 def test_only_small_and_simple_operations_have_regions():
     assert assign(allreduce()) == 7
-    assert assign(allreduce(device="cuda")) is None
-    assert assign({**allreduce(), "direct": True}) is None
-    assert assign(allreduce(op=int(ReduceOp.ADASUM))) is None
-    assert assign({**allreduce(), "prescale": 2.0}) is None
-    assert assign({**allreduce(), "codec": "int8"}) is None
-    assert assign({**allreduce(), "shape": [[2], [3]]}) is None
-    assert assign(allreduce((400, 400))) is None
+    for signature in (
+        allreduce(device="cuda"),
+        allreduce(op=int(ReduceOp.ADASUM)),
+        allreduce((400, 400)),
+        {**allreduce(), "direct": True},
+        {**allreduce(), "prescale": 2.0},
+        {**allreduce(), "codec": "int8"},
+        {**allreduce(), "shape": [[2], [3]]},
+    ):
+        assert assign(signature) is None
 
 
 def run_once(coordinator, signature, name="x", ranks=2):
-    for rank in range(ranks):
-        coordinator.receive(rank, Ask(signature, name, None), 0.0)
+    ask(coordinator, signature, *range(ranks), name=name)
     (message,) = sent_to(taken(coordinator), 0)
     return message.names[0][1]
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hvdkit.compression import CASTS, Codec, Int8, OneBit, PowerSGD, RandomK, TopK
 from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.lane import Lane
-from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
+from hvdkit.engine.steps.offers import Offer
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import ReduceOp
 from hvdkit.torch.gradients import compression_state
 from tests.network import MemoryTransport
-from tests.threads import on_threads
+from tests.threads import hand_over, on_threads
 from tests.transports.thread_group import DeviceThreadTransport
 
 SHAPES = [(40, 30), (7,), (5, 120)]
@@ -73,18 +73,11 @@ def take_step(lane: Lane, step: int, parameters: list[int]) -> dict[int, np.ndar
     results: dict[int, Any] = {}
     for slot, parameter in enumerate(parameters):
         own = gradient(step, parameter, lane.group.rank, lane.group.size)
-        if own is None:
-            lane.ready(slot, None)
-        elif lane.on_device:
+        if own is not None and lane.on_device:
             tensor = results[parameter] = torch.from_numpy(own)
             lane.ready(slot, Offer(0, lambda tensor=tensor: tensor))
-        elif (small := lane.small(slot)) is not None:
-            small[...] = own
-            results[parameter] = small
-            lane.ready(slot, FILLED)
-        else:
-            results[parameter] = own
-            lane.ready(slot, offer_of(own))
+        elif (result := hand_over(lane, slot, own)) is not None:
+            results[parameter] = result
     lane.finish()
     return {parameter: torch.as_tensor(one, dtype=torch.float64).numpy() for parameter, one in results.items()}
 
@@ -169,7 +162,7 @@ ALL = frozenset(range(len(SHAPES)))
     ]
 )
 @settings(max_examples=25, deadline=None)
-def test_results_and_what_is_owed_are_all_gradients(all_jobs: list[Job]) -> None:
+def test_results_and_what_is_owed_are_all_gradients(all_jobs):
     account, saved, step = Account(), list[dict[str, Any]](), 0
     for job in all_jobs:
         saved = run_job(job, step, saved, account)

@@ -14,7 +14,7 @@ from hvdkit.engine.loop.driver import spin_seconds
 from hvdkit.engine.ranks.topology import nodes_that_share, topology_of
 from hvdkit.engine.steps.arrangement import load
 from hvdkit.engine.steps.offers import block_offsets
-from hvdkit.engine.steps.plan import Slot, first_order, lay_out
+from hvdkit.engine.steps.plan import Slot
 from hvdkit.engine.steps.schedule import (
     BUCKET_AT_THE_END,
     LARGEST_BUCKET,
@@ -53,47 +53,33 @@ def test_buckets_stay_within_their_bounds_on_any_network(network):
     assert sizes.in_flight >= sizes.bucket
 
 
-def test_a_bucket_is_not_smaller_than_what_the_transport_finds_worthwhile():
+def test_a_bucket_and_a_tensor_alone_are_not_smaller_than_what_the_transport_finds_worthwhile():
     sizes = choose_sizes(Network(0.0, 0.0), None, None, 16 << 20)
-    assert sizes.bucket == 16 << 20
+    assert sizes.bucket == sizes.alone == 16 << 20
     assert "worth 16 MiB" in sizes.reason
-    assert choose_sizes(GIGABIT, None, None, 0).bucket == choose_sizes(GIGABIT, None, None).bucket
-    assert choose_sizes(GIGABIT, 12345, None, 16 << 20).bucket == 12345
-
-
-def test_a_tensor_that_is_worth_an_operation_is_alone_unless_sizes_were_asked_for():
-    assert choose_sizes(GIGABIT, None, None).alone == choose_sizes(GIGABIT, None, 777).alone == 1 << 20
-    assert choose_sizes(GIGABIT, None, None, 16 << 20).alone == 16 << 20, "what an operation costs that transport"
-    assert choose_sizes(GIGABIT, 12345, None).alone is None
-    assert without_overlap(choose_sizes(GIGABIT, None, None)).alone is None
+    usual = choose_sizes(GIGABIT, None, None)
+    assert choose_sizes(GIGABIT, None, None, 0).bucket == usual.bucket
+    assert usual.alone == choose_sizes(GIGABIT, None, 777).alone == 1 << 20
 
 
 def test_what_is_summed_at_the_end_goes_in_few_large_buckets():
     usual = choose_sizes(TEN_GIGABITS, None, None)
     sizes = without_overlap(usual)
     assert sizes.bucket == sizes.first_bucket == BUCKET_AT_THE_END > usual.bucket
-    assert sizes.in_flight == usual.in_flight
-    assert sizes.encoded_bucket == usual.encoded_bucket
+    assert (sizes.in_flight, sizes.encoded_bucket, sizes.alone) == (usual.in_flight, usual.encoded_bucket, None)
     larger = choose_sizes(TEN_GIGABITS, None, None, 256 << 20)
     assert without_overlap(larger).bucket == larger.bucket
 
 
-def test_a_network_that_moves_more_in_the_time_of_a_trip_gets_larger_buckets():
+def test_a_quicker_network_gets_larger_buckets_and_one_with_long_trips_more_bytes_in_flight_within_a_bound():
     assert choose_sizes(TEN_GIGABITS, None, None).bucket > choose_sizes(GIGABIT, None, None).bucket
-
-
-def test_a_network_with_long_trips_holds_more_bytes_in_flight_than_four_buckets():
-    far = Network(0.03, 0.8e-9)
-    assert choose_sizes(far, None, None).in_flight == int(2 * 0.03 / 0.8e-9)
-
-
-def test_no_measurement_can_take_the_bound_off_the_bytes_in_flight():
+    assert choose_sizes(Network(0.03, 0.8e-9), None, None).in_flight == int(2 * 0.03 / 0.8e-9)
     assert choose_sizes(Network(1.0, 0.0), None, None).in_flight <= 16 * LARGEST_BUCKET
 
 
 def test_what_the_user_asks_for_wins_and_is_the_reason():
-    sizes = choose_sizes(GIGABIT, 12345, 777)
-    assert (sizes.bucket, sizes.first_bucket, sizes.in_flight) == (12345, 12345, 777)
+    sizes = choose_sizes(GIGABIT, 12345, 777, 16 << 20)
+    assert (sizes.bucket, sizes.first_bucket, sizes.in_flight, sizes.alone) == (12345, 12345, 777, None)
     assert "HVDKIT_FUSION_THRESHOLD" in sizes.reason
     assert "HVDKIT_MAX_BYTES_IN_FLIGHT" in sizes.reason
     assert "1 us" in choose_sizes(Network(1e-6, 1e-9), None, None).reason
@@ -116,13 +102,6 @@ def test_pieces_cover_each_bucket_once_in_order_and_only_large_ones_are_cut(buck
             assert all((piece.end - piece.begin) * itemsize <= largest + 64 for piece in mine)
             assert all(piece.begin * itemsize % 64 == 0 for piece in mine)
     assert [piece.bucket for piece in pieces] == sorted(piece.bucket for piece in pieces)
-
-
-def test_on_a_quick_wire_pieces_travel_in_the_order_in_which_they_are_ready():
-    pieces = [Piece(bucket, 0, 10, 0, 1) for bucket in range(4)]
-    order, reasons = send_order(pieces, [0.0, 1.0, 2.0, 3.0], [3, 2, 1, 0], [40] * 4, TEN_GIGABITS)
-    assert order == [0, 1, 2, 3]
-    assert set(reasons) == {"ready first"}
 
 
 def test_on_a_slow_wire_what_the_next_forward_pass_needs_first_overtakes_the_rest_of_a_large_tensor():
@@ -155,12 +134,6 @@ def test_every_piece_travels_once_and_none_waits_while_the_wire_has_nothing_bett
     assert end(order) == pytest.approx(end(by_readiness))
 
 
-def test_the_first_bucket_is_smaller_than_the_others():
-    slots = [Slot(str(number), (1000,), np.dtype(np.float32)) for number in range(20)]
-    buckets = lay_out(slots, first_order(20), 16_384, first_threshold=4096)
-    assert buckets[0].nbytes <= 4096 < buckets[1].nbytes
-
-
 def test_a_device_has_buckets_of_its_own_size_unless_one_was_asked_for():
     network = Network(50e-6, 1e-9)
     sizes = for_a_device(choose_sizes(network, None, None))
@@ -170,17 +143,12 @@ def test_a_device_has_buckets_of_its_own_size_unless_one_was_asked_for():
     assert (asked.bucket, asked.first_bucket) == (3 << 20, 3 << 20)
 
 
-def test_small_gradients_have_one_block_and_large_ones_have_no_place_in_it():
+def test_small_gradients_have_one_block_and_large_ones_a_place_in_it_only_where_they_come_from_a_device():
     floats, halves = np.dtype(np.float32), np.dtype(np.float16)
     slots = [Slot("a", (3,), floats), Slot("b", (1 << 20,), floats), Slot("c", (33,), halves), Slot("d", (0,), floats)]
     assert block_offsets(slots) == ([0, None, 64, 192], 192)
-
-
-def test_gradients_of_a_device_have_one_block_in_the_host_large_ones_too():
-    floats = np.dtype(np.float32)
-    slots = [Slot("a", (3,), floats), Slot("b", (1 << 20,), floats), Slot("c", (0,), floats)]
-    end = 64 + (4 << 20)
-    assert block_offsets(slots, holds_all=True) == ([0, 64, end], end)
+    behind = 64 + (4 << 20)
+    assert block_offsets(slots, holds_all=True) == ([0, 64, behind, behind + 128], behind + 128)
 
 
 def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():

@@ -19,14 +19,13 @@ from hvdkit.engine.loop import negotiation
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import session as sessions
 from hvdkit.engine.session.session import Session
-from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport
-from tests.threads import Dies, on_threads
-from tests.transports.node_leaks import grown, held
+from tests.threads import Dies, allreduce, hand_over, on_threads
+from tests.transports.shared import grown, held
 
 made_up = settings(max_examples=100, deadline=None)
 fewer = settings(max_examples=20, deadline=None)  # whose ends take a part of a second
@@ -97,16 +96,15 @@ def expected(step: dict[str, Any], index: int, rank: int, members: list[int]) ->
 
 
 def sum_ones(session: Session, times: int) -> None:
-    engine = session.engine
     for number in range(times):
         own = np.ones(2000)
-        engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"sum{number}")).wait()
-        assert own[0] == engine.topology.size
+        allreduce(session, own, f"sum{number}")
+        assert own[0] == session.engine.topology.size
 
 
 @given(size=sizes, program=st.lists(steps, min_size=1, max_size=30), seed=st.integers(0, 1000), data=st.data())
 @made_up
-def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, seed: int, data: Any) -> None:
+def test_operations_in_any_order_give_what_numpy_gives(size, program, seed, data):
     part, per_node = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))), data.draw(per_nodes)
     sets = [part] if len(part) < size else []
     for step in program:
@@ -135,7 +133,7 @@ def test_operations_in_any_order_give_what_numpy_gives(size: int, program: Any, 
 
 @given(size=st.integers(2, 5), data=st.data())
 @made_up
-def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, data: Any) -> None:
+def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size, data):
     odd = data.draw(st.integers(0, size - 1))
     what, per_node = data.draw(st.sampled_from(["shape", "dtype", "op", "kind"])), data.draw(per_nodes)
 
@@ -151,23 +149,22 @@ def test_what_differs_on_one_rank_is_told_to_all_and_the_job_goes_on(size: int, 
                 handle = engine.named.allreduce([array], request, Call("odd"))
             with pytest.raises(MismatchError, match=rf"rank {odd}.* sent"):
                 handle.wait()
-            engine.named.allreduce(total := [np.ones(3)], ReduceRequest(ReduceOp.SUM), Call(f"even{attempt}")).wait()
-            assert total[0].tolist() == [size] * 3
+            allreduce(session, total := np.ones(3), f"even{attempt}")
+            assert total.tolist() == [size] * 3
 
     on_threads(size, run, per_node=per_node)
 
 
-@given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), seed=st.integers(0, 1000), per_node=per_nodes)
+@given(batches=st.lists(st.integers(0, 6), min_size=1, max_size=5), per_node=per_nodes)
 @made_up
-def test_ranks_that_have_joined_give_zeros(batches: list[int], seed: int, per_node: int | None) -> None:
+def test_ranks_that_have_joined_give_zeros(batches, per_node):
     def run(session: Session) -> int:
         engine = session.engine
         rank = engine.topology.rank
         for epoch in range(2):
-            order = list(range(batches[rank]))
-            for batch in order:
+            for batch in range(batches[rank]):
                 own = np.full(5, 10.0**rank)
-                engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"{epoch}.{batch}")).wait()
+                allreduce(session, own, f"{epoch}.{batch}")
                 assert own.tolist() == [sum(10.0**one for one, count in enumerate(batches) if count > batch)] * 5
             last = engine.join().wait()
             assert batches[last] == max(batches)
@@ -183,9 +180,7 @@ shapes = st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=2), min_size
     size=sizes, layers=shapes, threshold=st.sampled_from([1, 512, 1 << 20]), seed=st.integers(0, 1000), data=st.data()
 )
 @made_up
-def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(
-    size: int, layers: list[list[int]], threshold: int, seed: int, data: Any
-) -> None:
+def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(size, layers, threshold, seed, data):
     dtypes = [np.dtype(data.draw(st.sampled_from(["float32", "float64"]))) for _ in layers]
     slots = [
         Slot(f"layer{number}", tuple(shape), dtype)
@@ -198,36 +193,21 @@ def test_a_lane_sums_whatever_the_order_in_which_gradients_are_ready(
             return None
         return generator.standard_normal(slots[slot].elements).astype(dtypes[slot])
 
-    def run(session: Session) -> list[bytes]:
-        engine = session.engine
-        rank = engine.topology.rank
-        lane = engine.register_plan("net", slots, op=ReduceOp.SUM)
-        seen = []
+    def run(session: Session) -> None:
+        rank = session.engine.topology.rank
+        lane = session.engine.register_plan("net", slots, op=ReduceOp.SUM)
         for step in range(4):
             order = list(range(len(slots)))
             random.Random(seed + step * size + rank).shuffle(order)
-            results: dict[int, np.ndarray] = {}
+            results: dict[int, np.ndarray | None] = {}
             for slot in order:
-                own = gradient(step, slot, rank)
-                if own is None:
-                    lane.ready(slot, None)
-                elif (small := lane.small(slot)) is not None:
-                    small[...] = own
-                    results[slot] = small
-                    lane.ready(slot, FILLED)
-                else:
-                    results[slot] = own
-                    lane.ready(slot, offer_of(own))
+                results[slot] = hand_over(lane, slot, gradient(step, slot, rank))
             lane.finish()
             for slot, came in results.items():
-                everyones = [one for other in range(size) if (one := gradient(step, slot, other)) is not None]
-                total = everyones[0].copy()
-                for one in everyones[1:]:
-                    total += one
-                np.testing.assert_array_equal(came, total)
-                seen.append(came.tobytes())
+                if came is not None:
+                    everyones = [gradient(step, slot, other) for other in range(size)]
+                    np.testing.assert_array_equal(came, reduce(np.add, [one for one in everyones if one is not None]))
         lane.close()
-        return seen
 
     on_threads(size, run, fusion_threshold=threshold)
 
@@ -253,7 +233,7 @@ class Addresses(MemoryTransport):
             self.seen.append((begin, begin + buffer.nbytes))
 
 
-def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
+def test_a_large_gradient_travels_from_where_it_lies_and_to_there():
     large, float32 = (1 << 18) + 3, np.dtype(np.float32)  # elements; no multiple of a cache line
     slots = [Slot("a", (100,), float32), Slot("b", (large,), float32), Slot("c", (9,), float32)]
 
@@ -264,11 +244,8 @@ def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
         for step in range(3):
             transport.seen.clear()
             own = np.full(large, 1.0 + engine.topology.rank, np.float32)
-            for slot in (2, 0):
-                memory = lane.small(slot)
-                memory[...] = 1.0
-                lane.ready(slot, FILLED)
-            lane.ready(1, offer_of(own))
+            for slot, array in ((2, 1.0), (0, 1.0), (1, own)):
+                hand_over(lane, slot, array)
             lane.finish()
             begin = own.__array_interface__["data"][0]
             inside = [begin <= first and last <= begin + own.nbytes for first, last in transport.seen]
@@ -284,7 +261,7 @@ def test_a_large_gradient_travels_from_where_it_lies_and_to_there() -> None:
 
 @given(size=st.integers(2, 5), data=st.data())
 @fewer
-def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
+def test_a_rank_that_dies_is_named_on_all_others(size, data):
     dead = data.draw(st.integers(0, size - 1))
     before, per_node = data.draw(st.integers(0, 3)), data.draw(per_nodes)
 
@@ -305,7 +282,7 @@ def test_a_rank_that_dies_is_named_on_all_others(size: int, data: Any) -> None:
 
 @given(size=st.integers(2, 4), garbage=st.binary(max_size=40), data=st.data())
 @fewer
-def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garbage: bytes, data: Any) -> None:
+def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size, garbage, data):
     sender, per_node = data.draw(st.integers(0, size - 1)), data.draw(per_nodes)
 
     def run(session: Session) -> None:
@@ -320,7 +297,7 @@ def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size: int, garba
 
 
 @pytest.mark.parametrize("leaver", [2, 3])
-def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver, monkeypatch):
     """Also where it was the one that passed on what they say."""
     monkeypatch.setattr(sessions, "GOODBYE_SECONDS", 1.0)
     monkeypatch.setattr(negotiation, "PASSING_ON_SECONDS", 0.3)
@@ -333,7 +310,7 @@ def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, mon
         if engine.topology.rank in stay:
             for number in range(40):  # over a second and more, in which the way changes
                 own = np.ones(10)
-                engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call(f"part{number}", 1)).wait()
+                allreduce(session, own, f"part{number}", 1)
                 assert own[0] == 3
                 sleep(0.05)
             assert leaver in engine.transport.lost_peers()
@@ -343,27 +320,8 @@ def test_who_leaves_early_does_not_cut_off_the_rest_of_its_node(leaver: int, mon
     on_threads(6, run, [stay], per_node=2)
 
 
-def test_jobs_do_not_know_of_each_other() -> None:
-    """A session inside of another one, of the same process and thread."""
-
-    def outer(session: Session) -> float:
-        own = np.array([1.0])
-        handle = session.engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name"))
-        inner_totals = on_threads(3, inner)
-        handle.wait()
-        assert inner_totals == [30.0] * 3
-        return float(own[0])
-
-    def inner(session: Session) -> float:
-        own = np.array([10.0])
-        session.engine.named.allreduce([own], ReduceRequest(ReduceOp.SUM), Call("same name")).wait()
-        return float(own[0])
-
-    assert on_threads(2, outer) == [2.0, 2.0]
-
-
 @pytest.mark.thorough
-def test_a_step_that_goes_on_is_not_stalled() -> None:
+def test_a_step_that_goes_on_is_not_stalled():
     """However long it takes in all: what counts is how long nothing moves."""
     slots = [Slot(name, (4,), np.dtype(np.float32)) for name in ("one", "other")]
 
@@ -373,8 +331,7 @@ def test_a_step_that_goes_on_is_not_stalled() -> None:
         for slot in (1, 0):
             if rank == 1:
                 sleep(2.0)
-            lane.small(slot)[...] = 1
-            lane.ready(slot, FILLED)
+            hand_over(lane, slot, 1)
         lane.finish()
         assert lane.small(0)[0] == lane.small(1)[0] == 2
 

@@ -1,7 +1,5 @@
 """Thousands of random operations on four ranks of which one is late now and then give what each can compute alone."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The trace on the disk is valid JSON after every flush, and a disk that fails costs a warning, never the training."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -16,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from hvdkit.engine.telemetry import timeline as module
-from hvdkit.engine.telemetry.telemetry import last_of
+from hvdkit.engine.telemetry.telemetry import Arrival, last_of
 from hvdkit.engine.telemetry.timeline import Timeline
 from tests.ranks import ROOT
+from tests.transports.shared import run_python
 
 
 @pytest.fixture
@@ -28,6 +27,11 @@ def path(tmp_path):
 
 def events(path, phases="BEXi"):
     return [event for event in json.loads(Path(path).read_text()) if event["ph"] in phases]
+
+
+def metadata(path, name, field):
+    """By row: what events of this name say of it."""
+    return {event["tid"]: event["args"][field] for event in events(path, "M") if event["name"] == name}
 
 
 def test_the_file_is_valid_json_from_the_start_and_after_every_flush(path):
@@ -42,68 +46,54 @@ def test_the_file_is_valid_json_from_the_start_and_after_every_flush(path):
     assert len(events(path)) == 10
 
 
-def test_rows_have_names_and_a_process_stands_for_the_rank(path):
+def test_rows_have_names_in_their_order_and_a_process_stands_for_the_rank(path):
     timeline = Timeline(path, rank=3)
-    timeline.begin("weight", "QUEUE")
-    timeline.begin('bias "é"\n', "QUEUE")
+    for row in ("weight", "training: steps", 'bias "é"\n'):
+        timeline.begin(row, "QUEUE")
     timeline.close()
-    names = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
-    assert [names[event["tid"]] for event in events(path)] == ["weight", 'bias "é"\n']
+    names, places = metadata(path, "thread_name", "name"), metadata(path, "thread_sort_index", "sort_index")
+    assert [names[event["tid"]] for event in events(path)] == ["weight", "training: steps", 'bias "é"\n']
+    assert [names[tid] for tid in sorted(places, key=places.get)] == ["training: steps", "weight", 'bias "é"\n']
     about_process = {e["name"]: e["args"] for e in events(path, "M") if e["name"].startswith("process")}
     assert about_process == {"process_name": {"name": "rank 3"}, "process_sort_index": {"sort_index": 3}}
     assert {event["pid"] for event in events(path, "MBEXi")} == {3}
 
 
-def test_times_are_microseconds_since_the_recording_began(path):
+def test_times_are_microseconds_since_the_recording_began_and_what_was_before_is_cut_off(path):
     before = time.perf_counter()
     timeline = Timeline(path, rank=0)
     timeline.begin("a", "WAIT")
     timeline.end("a")
     after = time.perf_counter()
     timeline.span("a", "SEND", after, after + 0.5, bytes=10)
-    timeline.close()
-    begin, end, span = events(path)
-    assert 0 <= begin["ts"] <= end["ts"] <= span["ts"] <= (after - before) * 1e6
-    assert (span["ph"], span["dur"], span["args"]) == ("X", 0.5e6, {"bytes": 10})
-
-
-def test_what_was_before_the_recording_is_cut_off(path):
-    before = time.perf_counter()
-    timeline = Timeline(path, rank=0)
-    after = time.perf_counter()
     timeline.span("a", "SEND", before - 1, before - 0.5)
     timeline.span("a", "SEND", before - 1, after + 2)
     timeline.close()
-    past, half = events(path)
-    assert (past["ts"], past["dur"]) == (0, 0)
-    assert half["ts"] == 0
+    begin, end, span, past, half = events(path)
+    assert 0 <= begin["ts"] <= end["ts"] <= span["ts"] <= (after - before) * 1e6
+    assert (span["ph"], span["dur"], span["args"]) == ("X", 0.5e6, {"bytes": 10})
+    assert (past["ts"], past["dur"], half["ts"]) == (0, 0, 0)
     assert 2e6 <= half["dur"] <= (after - before + 2) * 1e6
 
 
-def test_rows_of_the_training_stand_above_all_others(path):
-    timeline = Timeline(path, rank=0)
-    for row in ("weight", "training: steps", "bias"):
-        timeline.begin(row, "X")
-    timeline.close()
-    names = {e["tid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
-    places = {names[e["tid"]]: e["args"]["sort_index"] for e in events(path, "M") if e["name"] == "thread_sort_index"}
-    assert sorted(places, key=places.__getitem__) == ["training: steps", "weight", "bias"]
-
-
-def test_any_argument_is_written_as_json(path):
-    timeline = Timeline(path, rank=0)
+@pytest.mark.parametrize("mark_cycles", [True, False])
+def test_any_argument_is_written_as_json_and_cycles_are_marked_on_request(path, mark_cycles):
+    timeline = Timeline(path, rank=0, mark_cycles=mark_cycles)
+    timeline.mark_cycle()
     timeline.instant("mark", ratio=float("nan"), path=Path("x"))
     timeline.instant("mark", path=Path("x"))
     timeline.close()
-    assert [event["args"]["path"] for event in events(path)] == [repr(Path("x")), "x"]
+    assert [event["name"] for event in events(path)] == [*["CYCLE_START"] * mark_cycles, "mark", "mark"]
+    assert [event["args"]["path"] for event in events(path)[mark_cycles:]] == [repr(Path("x")), "x"]
 
 
-@pytest.mark.parametrize("mark_cycles", [True, False])
-def test_cycles_are_marked_on_request(path, mark_cycles):
-    timeline = Timeline(path, rank=0, mark_cycles=mark_cycles)
-    timeline.mark_cycle()
-    timeline.close()
-    assert [event["name"] for event in events(path)] == ["CYCLE_START"] * mark_cycles
+def test_the_last_rank_is_told_after_the_one_before_it_and_after_the_first():
+    last = last_of({0: 10.0, 1: 10.5, 2: 10.125})
+    assert last == Arrival(1, 0.375, 0.5)
+    assert last.activity == "WAIT_FOR_RANK_1"
+    assert last.fields == {"last_rank": 1, "ms_after_the_one_before": 375.0, "ms_after_the_first": 500.0}
+    assert last_of({2: 5.0, 1: 5.0, 0: 1.0}) == Arrival(1, 0.0, 4.0)  # the lower one of two that come at once
+    assert last_of({}) is last_of({3: 1.0}) is None
 
 
 def test_the_lines_of_the_page_tell_who_came_last(path):
@@ -163,29 +153,30 @@ def test_no_event_of_any_thread_is_lost(path, monkeypatch):
         assert [event["args"]["step"] for event in own[::2]] == list(range(500))
 
 
-def run_python(code, path):
-    return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+BEGIN = """
+import os, sys
+from hvdkit.engine.telemetry.timeline import Timeline
+timeline = Timeline(sys.argv[1], rank=0)
+"""
+
+
+def run_timeline(code, path):
+    done = run_python(BEGIN + code, str(path))
+    return done.returncode, [event.get("name") for event in events(path)]
 
 
 def test_a_killed_process_leaves_valid_json_up_to_the_last_flush(path):
     code = """
-import os, sys
-from hvdkit.engine.telemetry.timeline import Timeline
-timeline = Timeline(sys.argv[1], rank=0)
 timeline.begin("a", "FLUSHED")
 timeline.flush()
 timeline.begin("a", "LOST")
 os._exit(7)
 """
-    assert run_python(code, path).returncode == 7
-    assert [event["name"] for event in events(path)] == ["FLUSHED"]
+    assert run_timeline(code, path) == (7, ["FLUSHED"])
 
 
 def test_what_is_left_is_written_at_exit_and_not_again_by_a_forked_child(path):
     code = """
-import os, sys
-from hvdkit.engine.telemetry.timeline import Timeline
-timeline = Timeline(sys.argv[1], rank=0)
 timeline.begin("a", "PARENT")
 child = os.fork()
 if child == 0:
@@ -195,8 +186,7 @@ if child == 0:
 os.waitpid(child, 0)
 timeline.end("a")
 """
-    assert run_python(code, path).returncode == 0
-    assert [event.get("name") for event in events(path)] == ["PARENT", None]
+    assert run_timeline(code, path) == (0, ["PARENT", None])
 
 
 def assert_one_warning(caplog, *parts):

@@ -1,10 +1,7 @@
 """When a lane's gradients are reduced: beside the backward pass, or when the step is finished."""
 
-from __future__ import annotations
-
 import os
 import time
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +17,7 @@ pytestmark = [
 LAYERS, WIDTH = 6, 600  # 1.4 MB a matrix
 
 
-def test_the_computation_and_the_sum_take_turns_where_there_is_no_core_for_both(hvd: Any) -> None:
+def test_the_computation_and_the_sum_take_turns_where_there_is_no_core_for_both(hvd):
     """OMP_NUM_THREADS says that each rank's threads have all cores; a size of buckets that was asked for is used."""
     takes_turns = "HVDKIT_FUSION_THRESHOLD" not in os.environ
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))

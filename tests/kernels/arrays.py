@@ -23,10 +23,7 @@ except ImportError:
 needs_native = pytest.mark.skipif(native is None, reason="hvdkit.kernels._native is not built: no C++ compiler found")
 
 KERNEL_OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-BACKENDS = [
-    pytest.param(numpy_kernels, id="numpy"),
-    pytest.param(native, id="native", marks=needs_native),
-]
+BACKENDS = [pytest.param(numpy_kernels, id="numpy"), pytest.param(native, id="native", marks=needs_native)]
 
 # Where roundings, overflows and ties are.
 _SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, np.inf, -np.inf, np.nan, 65504.0, 65519.996, 65520.0, 6e-8, 2.9802322e-8, 1e-45]

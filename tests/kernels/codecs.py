@@ -18,10 +18,7 @@ NAMES = {
 }
 twins = SimpleNamespace(**{name: getattr(module, name) for module, names in NAMES.items() for name in names})
 
-CODEC_BACKENDS = [
-    pytest.param(twins, id="numpy"),
-    pytest.param(native, id="native", marks=needs_native),
-]
+CODEC_BACKENDS = [pytest.param(twins, id="numpy"), pytest.param(native, id="native", marks=needs_native)]
 
 # Around the widths of vectors and of blocks, and beyond one chunk of the native code.
 SIZES = [0, 1, 15, 16, 17, 31, 33, 255, 256, 257, 511, 512, 513, 2047, 2049, 4099]

@@ -42,6 +42,21 @@ def compile_all(command: list[str], sources: list[Path], folder: Path) -> list[P
     return objects
 
 
+def compile_program(command: list[str], sources: list[Path], folder: Path) -> Path:
+    """Compile and link the sources in a new folder. Returns the program."""
+    folder.mkdir()
+    objects = compile_all(command, sources, folder)
+    linked = run([*command, *map(str, objects), "-o", str(folder / "program")])
+    assert linked.returncode == 0, linked.stderr
+    return folder / "program"
+
+
+def driver_sources() -> list[Path]:
+    """The native code without what needs Python, and the program that runs it."""
+    driver = sorted((ROOT / "tests/kernels/sanitizers").glob("*.cpp"))
+    return [*sources_without_python(KERNELS, TRANSPORTS, ARENA), *driver]
+
+
 def some_compiler() -> str:
     """A C++ compiler of this machine; skips the test if there is none."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)

@@ -1,7 +1,4 @@
-"""Where nothing can be compiled, a build says so in one line and ends well, and the numpy kernels are used.
-
-Unless HVDKIT_REQUIRE_NATIVE=1 has it fail; with HVDKIT_PURE=1 it does not try. A wheel's tag says what is in the wheel.
-"""
+"""Where nothing can be compiled, a build ends well with the numpy kernels; a wheel's tag says what is in the wheel."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ def contents(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("compiler", NO_COMPILERS)
-def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(tree: Path, compiler: str) -> None:
+def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(tree, compiler):
     built = build(tree, compiler)
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stdout.count(f"hvdkit: {NO_COMPILERS[compiler]}, using the numpy kernels\n") == 1, built.stdout
@@ -96,39 +93,34 @@ def test_without_a_compiler_the_build_ends_well_and_the_numpy_kernels_are_used(t
     assert used(tree) == [str(tree / "hvdkit/kernels/__init__.py"), "numpy"]
 
 
-@pytest.mark.parametrize("compiler", NO_COMPILERS)
-def test_where_native_kernels_are_required_a_build_without_a_compiler_fails_and_says_what_to_do(
-    tree: Path, compiler: str
-) -> None:
+def without_headers(folder: Path) -> str:
+    """A compiler that finds no Python.h."""
+    compiler = folder / "c++"
+    compiler.write_text(f"#!/bin/sh\necho 'probe.cpp:1:10: fatal error: Python.h: {os.strerror(2)}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@pytest.mark.parametrize("compiler", [*NO_COMPILERS, "without headers"])
+def test_where_native_kernels_are_required_a_build_that_cannot_make_them_fails_and_says_what_to_do(tree, compiler):
+    needed = NO_COMPILERS.get(compiler, "no Python headers found"), A_COMPILER
+    if compiler == "without headers":
+        compiler, needed = without_headers(tree), (needed[0], "install those of this Python (Debian: python3-dev)")
     built = build(tree, compiler, HVDKIT_REQUIRE_NATIVE="1")
     assert built.returncode == 1
-    assert built.stderr.endswith(REQUIRED.format(NO_COMPILERS[compiler], A_COMPILER)), built.stderr
+    assert built.stderr.endswith(REQUIRED.format(*needed)), built.stderr
     assert "Traceback" not in built.stderr
     assert "numpy kernels\n" not in built.stdout
     assert not list(tree.rglob("*.so"))
 
 
-def test_where_native_kernels_are_required_a_build_without_pythons_headers_fails_and_says_what_to_do(
-    tree: Path, tmp_path: Path
-) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text(
-        "#!/bin/sh\necho 'probe.cpp:1:10: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
-    )
-    compiler.chmod(0o755)
-    built = build(tree, str(compiler), HVDKIT_REQUIRE_NATIVE="1")
-    assert built.returncode == 1
-    message = REQUIRED.format("no Python headers found", "install those of this Python (Debian: python3-dev)")
-    assert built.stderr.endswith(message), built.stderr
-
-
-def test_who_requires_native_kernels_and_asks_for_a_pure_build_is_told_that_both_cannot_be(tree: Path) -> None:
+def test_who_requires_native_kernels_and_asks_for_a_pure_build_is_told_that_both_cannot_be(tree):
     built = build(tree, "false", HVDKIT_REQUIRE_NATIVE="1", HVDKIT_PURE="1")
     assert (built.returncode, built.stderr) == (1, CONTRADICTION)
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_wheel_without_compiled_code_is_for_every_machine_and_uses_the_numpy_kernels(tree: Path, asked: bool) -> None:
+def test_a_wheel_without_compiled_code_is_for_every_machine_and_uses_the_numpy_kernels(tree, asked):
     expected = contents(tree)
     stale = tree / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "hvdkit/kernels"
     stale.mkdir(parents=True)
@@ -144,7 +136,7 @@ def test_a_wheel_without_compiled_code_is_for_every_machine_and_uses_the_numpy_k
 
 
 @pytest.mark.thorough
-def test_a_wheel_with_native_kernels_is_for_this_python_and_this_machine_and_uses_them(tree: Path) -> None:
+def test_a_wheel_with_native_kernels_is_for_this_python_and_this_machine_and_uses_them(tree):
     compiler = some_compiler()
     expected = contents(tree)
     built = build(tree, compiler, WHEEL, HVDKIT_REQUIRE_NATIVE="1")
@@ -159,7 +151,7 @@ def test_a_wheel_with_native_kernels_is_for_this_python_and_this_machine_and_use
 
 
 @pytest.mark.thorough
-def test_an_error_in_our_own_code_fails_the_build(tree: Path) -> None:
+def test_an_error_in_our_own_code_fails_the_build(tree):
     compiler = some_compiler()
     for source in tree.glob("hvdkit/*/csrc/*.cpp"):
         source.write_text("#error ours\n")

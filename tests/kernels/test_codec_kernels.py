@@ -1,7 +1,5 @@
 """Quantised and signed values are what they stand for: what is sent and what stays is what came in."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -57,11 +55,13 @@ def test_quantised_codes_stand_where_the_format_says(kernels, bits):
 
 
 @each_bits
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf, LARGEST])
 @pytest.mark.parametrize("index", [0, 20, 31])
 def test_a_block_that_is_not_finite_is_sent_as_nan_and_its_residual_stays(kernels, bits, bad, index):
     values, before = np.linspace(-1, 1, 70, dtype=np.float32), np.full(70, 0.25, np.float32)
     values[index] = bad
+    if bad == LARGEST:  # of which the sum overflows
+        before[index] = bad
     block, residual = 16, before.copy()
     codes, scales = quantised(kernels, values, residual, bits, block)
     hit = index // block
@@ -74,14 +74,6 @@ def test_a_block_that_is_not_finite_is_sent_as_nan_and_its_residual_stays(kernel
     assert np.isfinite(np.delete(decoded, np.r_[inside])).all()
     zero = 0 if bits == 8 else 0x88
     assert (codes[inside.start * bits // 8 : inside.stop * bits // 8] == zero).all()
-
-
-@each_bits
-def test_a_sum_that_overflows_is_not_finite(kernels, bits):
-    values, residual = np.full(16, LARGEST, np.float32), np.full(16, LARGEST, np.float32)
-    _, scales = quantised(kernels, values, residual, bits, 16)
-    assert np.isnan(scales).all()
-    assert (residual == LARGEST).all()
 
 
 @each_bits
@@ -115,17 +107,11 @@ def test_stochastic_rounding_is_right_on_average(kernels, bits, level):
     values[::512] = limit  # so that the scale is 1
     codes, scales = quantised(kernels, values, None, bits, 512, 12345)
     assert (scales == 1).all()
+    other_codes, _ = quantised(kernels, values, None, bits, 512, 12346)
+    assert (codes != other_codes).any() == (level != 0.0)
     decoded = np.delete(dequantised(kernels, codes, scales, count, bits, 512), np.s_[::512])
     assert set(decoded.tolist()) <= {np.floor(level), np.ceil(level)}
     assert abs(decoded.astype(np.float64).mean() - level) <= 5 * 0.5 / np.sqrt(decoded.size)
-
-
-@each_bits
-def test_the_seed_and_only_the_seed_changes_how_it_is_rounded(kernels, bits):
-    values = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
-    one, again, other = (quantised(kernels, values, None, bits, 256, seed)[0] for seed in (1, 1, 2))
-    assert_same_bits(one, again)
-    assert (one != other).any()
 
 
 @each_bits
@@ -179,6 +165,10 @@ def test_nothing_is_written_beside_the_arrays(kernels, size):
     values = np.random.default_rng(size).standard_normal(size).astype(np.float32)
     residual, residual_memory = guarded(values)
     out, out_memory = guarded(values)
+    sample, sample_memory = guarded(np.zeros(parts(size, 7), np.float32))
+    kernels.abs_sample_into(sample, values, None, 7, 1)
+    kernels.momentum_into(residual, out, values, 0.9)
+    assert_guards(sample_memory)
     for bits in (8, 4, 1):
         codes, codes_memory = guarded(np.zeros(parts(size * bits, 8), np.uint8))
         scales, scales_memory = guarded(np.zeros(parts(size, 512), np.float32))

@@ -1,7 +1,5 @@
 """The kernels do what they say, checked against float64 and integer arithmetic that shares no code with them."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -30,12 +28,6 @@ def test_a_half_sum_is_the_float64_sum_rounded_once(kernels, half):
     np.testing.assert_array_equal(reduced(kernels, sources, ReduceOp.SUM), exact.astype(half))
     np.testing.assert_array_equal(reduced(kernels, sources, ReduceOp.SUM, into=np.float32), exact)
     np.testing.assert_array_equal(reduced(kernels, sources, ReduceOp.SUM, 0.125), (exact * 0.125).astype(half))
-
-
-@HALF_DTYPES
-def test_small_terms_are_not_lost_to_a_big_one(kernels, half):
-    sources = [np.array([1024.0], half)] + [np.array([0.25], half)] * 64
-    assert float(reduced(kernels, sources, ReduceOp.SUM)[0]) == 1040.0
 
 
 def test_a_float16_sum_may_pass_through_what_float16_cannot_hold(kernels):
@@ -110,12 +102,3 @@ def test_float64_converts_to_a_half_with_one_rounding(kernels, half):
     got = np.empty(source.size, half)
     kernels.convert_into(got, source)
     assert got.astype(np.float64).tolist() == [1 + ulp, -1 - ulp, 1.0, np.inf, -np.inf, 0.0]
-
-
-def test_scale_is_a_reduction_of_one_source(kernels):
-    source = np.arange(9, dtype=np.float32)
-    got = np.empty(9, np.float32)
-    kernels.scale_into(got, source, 0.5)
-    assert got.tolist() == (source / 2).tolist()
-    kernels.scale_into(source, source, 2)
-    assert source.tolist() == list(range(0, 18, 2))

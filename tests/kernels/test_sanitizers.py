@@ -1,7 +1,4 @@
-"""The native code, less what binds it to Python, runs clean under the sanitizers of addresses and of threads.
-
-The programs are in sanitizers/.
-"""
+"""The native code, less what binds it to Python, runs clean under the sanitizers of addresses and of threads."""
 
 from __future__ import annotations
 
@@ -11,21 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.compiling import (
-    ARENA,
-    KERNELS,
-    MEANING,
-    TRANSPORTS,
-    compile_all,
-    run,
-    some_compiler,
-    sources_without_python,
-)
-from tests.ranks import ROOT
+from tests.kernels.compiling import MEANING, compile_program, driver_sources, run, some_compiler
 
 pytestmark = pytest.mark.thorough
 SANITIZERS = {"addresses": "address,undefined", "threads": "thread"}
-DRIVER = ROOT / "tests/kernels/sanitizers"
 FLAGS = [*MEANING, "-O1", "-g"]
 # Under a sanitizer clang cannot vectorise what it is asked to; other compilers ignore the name of that warning.
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-pass-failed", "-fno-sanitize-recover=all"]
@@ -58,26 +44,16 @@ int main(int count, char** arguments) {
 FAULTS_SEEN = {"addresses": ["overflow", "overrun"], "threads": ["race"]}
 
 
-def compile_program(compiler: str, sanitizer: str, sources: list[Path], folder: Path) -> Path:
-    """Compile and link into a new folder; fails on a warning."""
-    folder.mkdir()
-    flags = [compiler, *FLAGS, f"-fsanitize={SANITIZERS[sanitizer]}"]
-    objects = compile_all(flags, sources, folder)
-    program = folder / "program"
-    linked = run([*flags, *map(str, objects), "-o", str(program)])
-    assert linked.returncode == 0, linked.stderr
-    return program
-
-
 class Sanitized:
-    """Programs that were compiled for a sanitizer, and how they are started here."""
+    """The programs in sanitizers/, compiled for a sanitizer."""
 
     def __init__(self, compiler: str, sanitizer: str, folder: Path) -> None:
         self.name = sanitizer
+        command = [compiler, *FLAGS, f"-fsanitize={SANITIZERS[sanitizer]}"]
         source = folder / "faults.cpp"
         source.write_text(FAULTS)
         try:
-            self.faults = compile_program(compiler, sanitizer, [source], folder / "faults")
+            self.faults = compile_program(command, [source], folder / "faults")
         except AssertionError as error:
             pytest.skip(f"{compiler} cannot link with -fsanitize={SANITIZERS[sanitizer]}: {str(error)[-300:]}")
         # Where addresses are more random than an old runtime knows, it starts only without that.
@@ -85,8 +61,7 @@ class Sanitized:
         self._start = next((start for start in starts if run([*start, str(self.faults)]).returncode == 0), None)
         if self._start is None:
             pytest.skip(f"the runtime of -fsanitize={SANITIZERS[sanitizer]} does not start here")
-        sources = [*sources_without_python(KERNELS, TRANSPORTS, ARENA), *sorted(DRIVER.glob("*.cpp"))]
-        self.driver = compile_program(compiler, sanitizer, sources, folder / "driver")
+        self.driver = compile_program(command, driver_sources(), folder / "driver")
 
     def run(self, program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
         assert self._start is not None

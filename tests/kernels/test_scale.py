@@ -1,14 +1,12 @@
 """An average is the sum divided by the size and rounded once; a factor is rounded to the type of the arithmetic."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, HALVES
+from hvdkit.kernels.dtypes import DTYPES, HALVES
 from hvdkit.kernels.scale import LARGEST_DIVISOR
 from tests.kernels.arrays import BACKENDS
 
@@ -52,18 +50,6 @@ def test_an_average_of_halves_is_that_of_float32_in_16_bits(kernels, half):
     np.testing.assert_array_equal(reduced(kernels, sources, Scale(1.0, 3)), (total / np.float32(3)).astype(half))
 
 
-def test_a_float16_average_may_pass_through_a_sum_that_float16_cannot_hold(kernels):
-    sources = [np.full(5, 60000, np.float16)] * 3
-    assert reduced(kernels, sources, Scale(1.0, 3)).tolist() == [60000] * 5
-
-
-@INTEGERS
-def test_the_average_of_ones_is_one_on_any_number_of_ranks(kernels, dtype):
-    for ranks in range(1, min(np.iinfo(dtype).max, 300) + 1):
-        total = np.full(3, ranks, dtype)
-        assert reduced(kernels, [total], Scale(1.0, ranks)).tolist() == [1] * 3
-
-
 @INTEGERS
 @pytest.mark.parametrize("divisor", [2, 3, 8, 49, 200, 65537, LARGEST_DIVISOR - 1, LARGEST_DIVISOR])
 def test_integer_averages_are_exact_and_cut_off(kernels, dtype, divisor):
@@ -82,15 +68,7 @@ def test_64_bits_keep_what_a_double_cannot_hold(kernels):
     assert reduced(kernels, [np.array([2**64 - 1], np.uint64)], Scale(1.0, 3)).tolist() == [(2**64 - 1) // 3]
 
 
-SCALES = [
-    Scale(1 / 3),
-    Scale(0.1, 3),
-    Scale(7.0, 49),
-    Scale(1e-50, 2),
-    Scale(2.0**127, 3),
-    Scale(0.7, 2),
-    Scale(-1e300),
-]
+SCALES = [Scale(1 / 3), Scale(0.1, 3), Scale(7.0, 49), Scale(1e-50, 2), Scale(2.0**127, 3), Scale(-1e300)]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -122,19 +100,10 @@ def test_integers_are_multiplied_in_double_and_cut_off(kernels, dtype):
         assert reduced(kernels, [source], scale).tolist() == exact
 
 
-def test_a_factor_and_a_divisor_that_cancel_give_whole_numbers(kernels):
-    assert reduced(kernels, [np.full(3, 49, np.int32)], Scale(7.0, 49)).tolist() == [7] * 3
-    assert reduced(kernels, [np.full(3, 49, BFLOAT16)], Scale(7.0, 49)).tolist() == [7] * 3
-
-
 @pytest.mark.parametrize("scale", [Scale(1.0, 4), Scale(2.0, 8), Scale(0.5), Scale(0.1), Scale(0.7, 3), Scale(1e300)])
 def test_a_scale_that_is_a_factor_says_so(kernels, scale):
     source = np.random.default_rng(6).standard_normal(100).astype(np.float32)
     factor = scale.as_factor()
     assert np.float32(factor) == factor
     np.testing.assert_array_equal(reduced(kernels, [source], factor), reduced(kernels, [source], scale))
-
-
-@pytest.mark.parametrize("scale", [Scale(1.0, 3), Scale(divisor=49)])
-def test_a_scale_that_is_no_factor_says_so(kernels, scale):
-    assert scale.as_factor() is None
+    assert Scale(1.0, 3).as_factor() is Scale(divisor=49).as_factor() is None

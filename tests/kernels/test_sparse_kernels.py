@@ -1,7 +1,5 @@
 """Selections, samples, momentum and checksums do what they say: nothing gets lost, nothing changes unseen."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -40,22 +38,6 @@ def test_what_was_emitted_and_what_was_kept_is_exactly_what_came_in(kernels, kin
     np.testing.assert_array_equal(whole, v)
     kept = np.delete(np.arange(size), indices)
     assert_same_bits(residual[kept], v[kept])
-
-
-@pytest.mark.parametrize("which", ["values", "residual"])
-def test_values_or_residual_may_be_missing(kernels, which):
-    v = np.random.default_rng(3).standard_normal(1000).astype(np.float32)
-    residual = v.copy()
-    inputs = (v, None) if which == "values" else (None, residual)
-    indices, picked, emitted, found = selected(kernels, *inputs, 1.5, 1000)
-    above = np.flatnonzero(np.abs(v) > np.float32(1.5))
-    assert (emitted, found) == (above.size, above.size)
-    assert_same_bits(picked, v[above])
-    assert_same_bits(indices, above.astype(np.uint32))
-    expected = v.copy()
-    if which == "residual":
-        expected[above] = 0
-    assert_same_bits(residual, expected)
 
 
 @pytest.mark.parametrize("capacity", [0, 3, 100])
@@ -126,15 +108,6 @@ def test_indices_that_do_not_ascend_or_are_beyond_the_end_change_nothing(kernels
     assert (out == 1).all()
 
 
-def test_scatter_adds_the_scaled_values_at_their_places(kernels):
-    out = np.ones(100_000, np.float32)
-    indices = np.arange(0, 100_000, 7, dtype=np.uint32)
-    kernels.scatter_add_into(out, indices, indices.astype(np.float32), 0.5)
-    expected = np.ones(100_000, np.float32)
-    expected[::7] += indices.astype(np.float32) * np.float32(0.5)
-    assert_same_bits(out, expected)
-
-
 @pytest.mark.parametrize("stride", [1, 2, 7, 64, 5000])
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 4099])
 def test_a_sample_has_one_element_of_each_stratum(kernels, stride, size):
@@ -162,39 +135,6 @@ def test_in_a_sample_what_is_not_finite_is_infinite(kernels):
     kernels.abs_sample_into(sample, values, None, 1, 0)
     assert sample.tolist() == [np.inf, np.inf, np.inf, 1.0, 0.0]
     assert not np.signbit(sample).any()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_momentum_is_gathered_where_the_gradient_is_finite(kernels, size):
-    rng = np.random.default_rng(size)
-    velocity, accumulated, gradient = (rng.standard_normal(size).astype(np.float32) for _ in range(3))
-    moved = np.float32(0.9) * velocity + gradient
-    gathered = accumulated + moved
-    before = velocity.copy(), accumulated.copy()
-    assert kernels.momentum_into(velocity, accumulated, gradient, 0.9) is True
-    assert_same_bits(velocity, moved)
-    assert_same_bits(accumulated, gathered)
-    for bad in (np.nan, np.inf, -np.inf):
-        if size == 0:
-            continue
-        velocity[:], accumulated[:] = before
-        broken = gradient.copy()
-        broken[size // 2] = bad
-        assert kernels.momentum_into(velocity, accumulated, broken, 0.9) is False
-        moved[size // 2], gathered[size // 2] = before[0][size // 2], before[1][size // 2]
-        assert_same_bits(velocity, moved)
-        assert_same_bits(accumulated, gathered)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_nothing_is_written_beside_a_sample_and_momentum(kernels, size):
-    values = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    velocity, velocity_memory = guarded(values)
-    accumulated, accumulated_memory = guarded(values)
-    sample, sample_memory = guarded(np.zeros(parts(size, 7), np.float32))
-    kernels.abs_sample_into(sample, values, None, 7, 1)
-    kernels.momentum_into(velocity, accumulated, values, 0.9)
-    assert_guards(sample_memory, velocity_memory, accumulated_memory)
 
 
 @pytest.mark.parametrize("nbytes", [1, 3, 4, 31, 32, 33, 96, 200])

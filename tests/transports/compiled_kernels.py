@@ -40,24 +40,15 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> Any:
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    if constants.get("KEEPS") is False:
-        constants |= {name: None for name in ("broken",) if name in names}
-
-    def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        pointers = (*FLOATS, "payloads", "counts", "broken", "chosen", "starts")
-        return "*fp32" if name in FLOATS else "*i32" if name in pointers else "i32"
-
+    if constants.get("KEEPS") is False and "broken" in names:
+        constants["broken"] = None
+    pointers = ("payloads", "counts", "broken", "chosen", "starts")
+    kinds = {name: "*fp32" if name in FLOATS else "*i32" if name in pointers else "i32" for name in names}
     source = ASTSource(
         fn=kernel,
-        signature={name: kind(name) for name in names},
+        signature=kinds | dict.fromkeys(constants, "constexpr"),
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name in names
-            if name in ALIGNED and name not in constants
-        },
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in {*names} & {*ALIGNED} - {*constants}},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
 

@@ -109,7 +109,7 @@ def compare_largest(elements: int, ratio: float, seed: int, rows: int, keeps: bo
 
 
 def tell_of_what_is_not_finite() -> None:
-    for value, keeps in itertools.product((float("nan"), float("inf"), -float("inf")), (False, True)):
+    for value, keeps in itertools.product(ODD[1:4], (False, True)):
         given = torch.randn(1, 6000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         kept = torch.full_like(given, 0.5) if keeps else None
         given[0, 4321] = value

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import importlib
 import os
+import re
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,9 +85,10 @@ def bytes_by_rank(rank: int, number: int, nbytes: int) -> Array:
     return np.random.default_rng([rank, number]).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def start_program(name: str, *arguments: object, descriptors: tuple[int, ...] = ()) -> subprocess.Popen[str]:
-    """Another process that runs a function of tests.transports.shared_programs; it inherits ``descriptors``."""
-    return subprocess.Popen(
+@contextmanager
+def program(name: str, *arguments: object, descriptors: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    """Run a function of tests.transports.shared_programs in another process, which inherits ``descriptors``."""
+    with subprocess.Popen(
         [sys.executable, "-m", "tests.transports.shared_programs", name, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -90,21 +96,17 @@ def start_program(name: str, *arguments: object, descriptors: tuple[int, ...] = 
         cwd=ROOT,
         env=rank_environment(),
         pass_fds=descriptors,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-@contextmanager
-def program(name: str, *arguments: object, descriptors: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """The same inside a block, at whose end nothing is left of it."""
-    process = start_program(name, *arguments, descriptors=descriptors)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the text of a program in another process."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=rank_environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def answer(process: subprocess.Popen[str], question: str | None = None, seconds: float = 60.0) -> str:
@@ -136,6 +138,44 @@ def open_descriptors() -> dict[int, str]:
         except OSError:  # the one that listed the folder
             continue
     return found
+
+
+def held() -> dict[str, Any]:
+    """What this process has, by kind: descriptors, threads, regions of the node's memory."""
+    gc.collect()
+    # Sockets and pipes have numbers, which change.
+    kinds = collections.Counter(re.sub(r"\d+", "N", target) for target in open_descriptors().values())
+    threads = len(os.listdir("/proc/self/task"))
+    return {"descriptors": kinds, "threads": threads, "mapped": mapped_memory_files()}
+
+
+def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What there is more of. What was still on its way out before may be less after; a leak grows with each round."""
+    descriptors = collections.Counter(after["descriptors"]) - collections.Counter(before["descriptors"])
+    counts = {name: after[name] - before[name] for name in ("threads", "mapped") if after[name] > before[name]}
+    return {**({"descriptors": dict(descriptors)} if descriptors else {}), **counts}
+
+
+def in_thread(action: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Run the action in a thread for which the end of this process does not wait."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action(*arguments))
+        except BaseException as error:  # for the test to look at
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Wait until ``condition()`` is true; fails where it takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def gone_within(seconds: float, left: Callable[[], set[Any]]) -> bool:

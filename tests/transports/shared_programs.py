@@ -12,15 +12,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tests import measured
-from tests.transports.shared import LINE, bells_in, bytes_by_rank, native, node_memory, posts, settle
+from tests.transports.shared import LINE, bells_in, native, node_memory, posts, settle
 
 LONG = 1 << 17  # bytes of a message that takes a while
 SECONDS = 10.0  # more than any wait of these programs takes, unless a ring was lost
-
-
-def write_and_leave(descriptor: int, offset: int, text: str) -> None:
-    """Writes where others map the same place."""
-    np.frombuffer(native.Window(descriptor, offset, 4096), dtype=np.uint8)[: len(text)] = list(text.encode())
 
 
 def sleep(descriptor: int) -> None:
@@ -32,7 +27,7 @@ def sleep(descriptor: int) -> None:
 
 
 def play(descriptor: int, me: int, rounds: int) -> float:
-    """Ping-pong between ranks 0 and 1: each waits for the other's counter. Returns the longest sleep in seconds."""
+    """Ping-pong between ranks 0 and 1: each waits for the other's counter. Prints and returns the longest sleep."""
     window = native.Window(descriptor, 0, 4 * LINE)
     bells, cells = bells_in(window, 2), native.Cells(window, 2 * LINE, 2)
     longest = 0.0
@@ -51,64 +46,8 @@ def play(descriptor: int, me: int, rounds: int) -> float:
         if me == 1:
             cells.set(1, turn)
             bells[0].ring()
+    print(longest, flush=True)
     return longest
-
-
-def ping_pong(descriptor: int, me: int, rounds: int) -> None:
-    print(play(descriptor, me, rounds), flush=True)
-
-
-def exchange(descriptor: int, ranks: int, me: int, ring: int, messages: int) -> float:
-    """Each rank sends every other one messages of many sizes, data and control. Returns the longest sleep.
-
-    Sends go out in turn and receives are posted in another order. A rank sleeps whenever nothing moves.
-    """
-    window = native.Window(descriptor, 0, 2 * ranks * LINE + native.Post.bytes_needed(ranks, ring, ring))
-    bells, over = bells_in(window, ranks), native.Cells(window, ranks * LINE, ranks)
-    post = native.Post(window, 2 * ranks * LINE, ranks, me, ring, ring, bells)
-    others = [rank for rank in range(ranks) if rank != me]
-    rng = np.random.default_rng(me)
-    sizes = [int(size) for size in np.random.default_rng(1).integers(0, 3 * ring, messages)]
-    waits, received = [], []
-    for number in rng.permutation(messages):
-        for peer in others:
-            waits.append(post.send(peer, int(number), bytes_by_rank(me, int(number), sizes[number])))
-    for number in rng.permutation(messages):
-        for peer in others:
-            into = np.empty(sizes[number], np.uint8)
-            received.append((into, peer, int(number)))
-            waits.append(post.receive(peer, int(number), into))
-    for number in range(messages):
-        for peer in others:
-            post.send_control(peer, bytes_by_rank(me, number, sizes[number] // 2).tobytes())
-    control: dict[int, list[bytes]] = {peer: [] for peer in others}
-    longest = 0.0
-    while True:
-        seen = bells[me].count()
-        moved = post.progress()
-        for peer, payload in post.take_control():
-            control[peer].append(payload)
-        waits = [message for message in waits if not message.done()]
-        if not waits and all(len(payloads) == messages for payloads in control.values()) and not over.get(me):
-            over.set(me, 1)
-            for bell in bells:
-                bell.ring()
-        if all(over.get(rank) for rank in range(ranks)):  # others may need us to send what did not fit into a ring
-            break
-        if not moved:
-            began = time.monotonic()
-            bells[me].sleep(seen, SECONDS)
-            longest = max(longest, time.monotonic() - began)
-            assert longest < SECONDS, "a ring was lost, or another process is"
-    for into, peer, number in received:
-        np.testing.assert_array_equal(into, bytes_by_rank(peer, number, sizes[number]))
-    for peer, payloads in control.items():
-        assert payloads == [bytes_by_rank(peer, n, sizes[n] // 2).tobytes() for n in range(messages)], peer
-    return longest
-
-
-def exchange_messages(descriptor: int, ranks: int, me: int, ring: int, messages: int) -> None:
-    print(exchange(descriptor, ranks, me, ring, messages), flush=True)
 
 
 def give_back_buffers(messages: int) -> None:
@@ -170,14 +109,6 @@ def guest(address: str, secret: str, index: int, count: int) -> None:
             print("closed", flush=True)
 
 
-def lock(descriptor: int, index: int) -> None:
-    """Takes a place in the node's memory and keeps it."""
-    memory = node_memory.NodeMemory(descriptor, index, index + 1)
-    print("locked", flush=True)
-    sys.stdin.read()
-    memory.close()
-
-
 def guest_of_another_user(address: str, secret: str) -> None:
     """Knows the secret, but is somebody else: what it is told, and how many descriptors it gets if it does not mind."""
     os.setuid(65534)
@@ -192,20 +123,9 @@ def guest_of_another_user(address: str, secret: str) -> None:
             print(0, flush=True)
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {
-    one.__name__: one
-    for one in (
-        write_and_leave,
-        sleep,
-        ping_pong,
-        exchange_messages,
-        give_back_buffers,
-        lock,
-        guest,
-        guest_of_another_user,
-    )
-}
+PROGRAMS: list[Callable[..., object]] = [sleep, play, give_back_buffers, guest, guest_of_another_user]
 
 
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](*(int(text) if text.isdigit() and len(text) < 20 else text for text in sys.argv[2:]))
+    (program,) = (program for program in PROGRAMS if program.__name__ == sys.argv[1])
+    program(*(int(text) if text.isdigit() and len(text) < 20 else text for text in sys.argv[2:]))

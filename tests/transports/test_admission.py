@@ -33,7 +33,7 @@ class Connection:
         """At once: it is all there."""
 
 
-def test_who_knows_the_secret_is_believed_and_shown_what_is_his() -> None:
+def test_who_knows_the_secret_is_believed_and_shown_what_is_his():
     connection = Connection(SESSION.shown_by(2, to=0))
     prove(connection, 0, 2, SESSION, 7, lambda: None)
     assert connection.sent == SESSION.shown_by(0, to=2)
@@ -49,12 +49,12 @@ def test_who_knows_the_secret_is_believed_and_shown_what_is_his() -> None:
     ],
     ids=["another secret", "another rank's", "our own", "nothing"],
 )
-def test_who_does_not_know_the_secret_is_named(wrong: bytes) -> None:
+def test_who_does_not_know_the_secret_is_named(wrong):
     with pytest.raises(AuthenticationError, match=r"connected as rank 2 does not know.*\nHINT"):
         prove(Connection(wrong), 0, 2, SESSION, 7, lambda: None)
 
 
 @pytest.mark.parametrize("place", [("10.1.2.3", 1), ("fe80:1234:5678:9abc:def0:1234:5678:9abc", 65535)])
-def test_a_place_arrives_as_it_is(place: tuple[str, int]) -> None:
+def test_a_place_arrives_as_it_is(place):
     assert unpack_address(pack_address(place)) == place
     assert len(pack_address(place)) == len(pack_address(("", 0)))

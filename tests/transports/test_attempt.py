@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,15 +10,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.security.admission import (
-    ANSWER,
-    LEADER,
-    Authenticator,
-    admit,
-    introduction_key,
-    pack_address,
-)
+from hvdkit.transports.security.admission import ANSWER, LEADER, Authenticator, admit, introduction_key, pack_address
 from hvdkit.transports.security.credentials import NONCE_BYTES, Credentials
+from tests.transports.shared import in_thread, until
 
 SECONDS = 20.0
 SECRET = Credentials(b"a secret of this job", "job", 1)
@@ -29,29 +21,10 @@ SIZE = 3
 with_and_without_a_secret = pytest.mark.parametrize("credentials", [None, SECRET], ids=["no secret", "secret"])
 
 
-def world(rank: int) -> World:
-    return World("torchrun", rank, SIZE)
-
-
 def start(store: Any, rank: int, credentials: Credentials | None, seconds: float = SECONDS) -> Future[Any]:
     """A rank, on a thread: where it met the others, or an error."""
-    outcome: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(admit(store, world(rank), credentials, 1, (f"10.0.0.{rank}", 7000 + rank), seconds))
-        except Exception as error:  # for the test to look at
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    place = (f"10.0.0.{rank}", 7000 + rank)
+    return in_thread(admit, store, World("torchrun", rank, SIZE), credentials, 1, place, seconds)
 
 
 def store_of(store: Any) -> Any:
@@ -74,8 +47,7 @@ def assert_met(store: Any, ranks: list[Future[Any]]) -> None:
 
 
 def run_attempt(store: Any, credentials: Credentials | None) -> None:
-    ranks = [start(store, rank, credentials) for rank in range(SIZE)]
-    assert_met(store, ranks)
+    assert_met(store, [start(store, rank, credentials) for rank in range(SIZE)])
 
 
 @with_and_without_a_secret
@@ -140,9 +112,8 @@ def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(creden
 
 
 def test_who_has_no_secret_is_told_on_both_sides():
-    ranks = {
-        rank: start(store, rank, SECRET if rank != 1 else None, 2.0) for store in [HashStore()] for rank in (0, 1, 2)
-    }
+    store = HashStore()
+    ranks = [start(store, rank, SECRET if rank != 1 else None, 2.0) for rank in range(SIZE)]
     with pytest.raises(AuthenticationError, match="who says to be rank 1 does not know the job's secret"):
         ranks[0].result(SECONDS)
     with pytest.raises(AuthenticationError, match="rank 0 asks for a secret that rank 1 has not"):

@@ -1,7 +1,5 @@
 """Which transport carries a job, and what is said where none can."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,46 +23,31 @@ def choose(world, asked="auto", have_mpi4py=True, have_torch=True, cuda=False, f
     return choose_candidate(Job(world, asked, cuda, for_torch, installed=there.__getitem__))[0].name
 
 
-def test_one_rank_starts_nothing():
-    assert choose(ALONE) == "solo"
-    assert choose(ALONE, have_mpi4py=False, have_torch=False) == "solo"
-
-
-def test_the_launcher_decides():
-    assert choose(MPIRUN) == "mpi"
-    assert choose(TORCHRUN) == "torch"
-
-
-def test_cuda_prefers_torch_where_it_can_meet():
-    assert choose(MPIRUN, cuda=True) == "torch"
-    assert choose(MPIRUN, cuda=True, have_torch=False) == "mpi"
-
-
-def test_without_mpi4py_ranks_of_mpirun_meet_where_they_were_told_to():
-    assert choose(replace(MPIRUN, rendezvous=MEETING), have_mpi4py=False) == "torch"
-
-
-def test_what_was_asked_for_wins():
-    assert choose(MPIRUN, "torch") == "torch"
-    assert choose(ALONE, "mpi") == "mpi"
-
-
-def test_under_horovodrun_its_engine_carries_pytorchs_tensors_and_no_others():
-    assert choose(HOROVODRUN, for_torch=True) == "horovod"
-    assert choose(HOROVODRUN, for_torch=True, cuda=True) == "horovod"
-    assert choose(HOROVODRUN) == "torch"
-
-
-def test_elsewhere_horovods_engine_is_asked_for_by_name():
-    assert choose(MPIRUN, for_torch=True) == "mpi"
-    assert choose(TORCHRUN, for_torch=True) == "torch"
-    assert choose(MPIRUN, "horovod", for_torch=True) == "horovod"
-    assert choose(TORCHRUN, "horovod", for_torch=True) == "horovod"
-    assert choose(HOROVODRUN, "torch", for_torch=True) == "torch"
-
-
-def test_one_rank_alone_needs_no_engine_of_horovods():
-    assert choose(ALONE, "horovod", for_torch=True) == "solo"
+@pytest.mark.parametrize(
+    ("expected", "world", "options"),
+    [
+        ("solo", ALONE, {}),
+        ("solo", ALONE, {"have_mpi4py": False, "have_torch": False}),
+        ("solo", ALONE, {"asked": "horovod", "for_torch": True}),
+        ("mpi", ALONE, {"asked": "mpi"}),
+        ("mpi", MPIRUN, {}),
+        ("torch", MPIRUN, {"asked": "torch"}),
+        ("torch", MPIRUN, {"cuda": True}),
+        ("mpi", MPIRUN, {"cuda": True, "have_torch": False}),
+        ("mpi", MPIRUN, {"for_torch": True}),
+        ("horovod", MPIRUN, {"asked": "horovod", "for_torch": True}),
+        ("torch", replace(MPIRUN, rendezvous=MEETING), {"have_mpi4py": False}),
+        ("torch", TORCHRUN, {}),
+        ("torch", TORCHRUN, {"for_torch": True}),
+        ("horovod", TORCHRUN, {"asked": "horovod", "for_torch": True}),
+        ("horovod", HOROVODRUN, {"for_torch": True}),
+        ("horovod", HOROVODRUN, {"for_torch": True, "cuda": True}),
+        ("torch", HOROVODRUN, {}),
+        ("torch", HOROVODRUN, {"asked": "torch", "for_torch": True}),
+    ],
+)
+def test_the_launcher_decides_unless_a_transport_was_asked_for_or_is_not_there(expected, world, options):
+    assert choose(world, **options) == expected
 
 
 def report(problem="", controller="gloo"):
@@ -144,15 +127,11 @@ def test_what_is_registered_can_be_named_and_is_asked_first(register_pigeons):
     assert config.from_environment({"HVDKIT_TRANSPORT": "pigeons"}).transport == "pigeons"
 
 
-def test_what_is_registered_says_why_it_is_not_there(register_pigeons):
+def test_what_is_registered_says_why_it_is_not_there_and_its_name_is_given_once(register_pigeons):
     register_pigeons(False)
     assert choose(TORCHRUN) == "torch"
     with pytest.raises(TransportUnavailableError, match=r"HVDKIT_TRANSPORT=pigeons need a wind\."):
         choose(TORCHRUN, "pigeons")
-
-
-def test_a_name_is_registered_once(register_pigeons):
-    register_pigeons(True)
     with pytest.raises(ValueError, match="there is a transport 'pigeons' already"):
         register_pigeons(True)
     with pytest.raises(TransportUnavailableError, match="there is no transport 'drums'"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -17,22 +15,13 @@ from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError
 from hvdkit.transports import torch_distributed
 from hvdkit.transports.torch_distributed import TorchTransport
+from tests.transports.shared import in_thread, until
 
 SECONDS = 30.0
 
 
 def on_threads(action: Any, ranks: range) -> list[Future[Any]]:
-    futures: list[Future[Any]] = [Future() for _ in ranks]
-
-    def run(rank: int, future: Future[Any]) -> None:
-        try:
-            future.set_result(action(rank))
-        except BaseException as error:  # for the test to look at
-            future.set_exception(error)
-
-    for rank, future in zip(ranks, futures, strict=True):
-        threading.Thread(target=run, args=(rank, future), daemon=True).start()
-    return futures
+    return [in_thread(action, rank) for rank in ranks]
 
 
 @pytest.fixture
@@ -52,7 +41,7 @@ def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchTransport]
         one.result(SECONDS)
 
 
-def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports: list[TorchTransport]) -> None:
+def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports):
     """Also by those who hear of it only from rank 0."""
     ranks = on_threads(lambda rank: InitExchanges(1.0).exchange(transports[rank], b"here"), range(3))
     for rank in ranks:
@@ -61,7 +50,7 @@ def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports: lis
         assert raised.value.rank == 3
 
 
-def test_a_rank_that_dies_after_they_met_is_named_on_all(transports: list[TorchTransport]) -> None:
+def test_a_rank_that_dies_after_they_met_is_named_on_all(transports):
     ranks = on_threads(lambda rank: InitExchanges(SECONDS).exchange(transports[rank], b"here"), range(3))
     transports[3].close(graceful=False)
     for rank in ranks:
@@ -69,13 +58,13 @@ def test_a_rank_that_dies_after_they_met_is_named_on_all(transports: list[TorchT
             rank.result(SECONDS)
 
 
-def test_rank_0_that_says_nothing_is_named(transports: list[TorchTransport]) -> None:
+def test_rank_0_that_says_nothing_is_named(transports):
     for rank in on_threads(lambda rank: InitExchanges(0.5).exchange(transports[rank + 1], b"here"), range(3)):
         with pytest.raises(PeerLostError, match=r"waited 3 s .* for ranks \[0\]"):
             rank.result(SECONDS)
 
 
-def test_what_engines_say_before_the_last_exchange_is_over_is_kept(transports: list[TorchTransport]) -> None:
+def test_what_engines_say_before_the_last_exchange_is_over_is_kept(transports):
     exchanges = [InitExchanges(SECONDS) for _ in range(4)]
     transports[1].send_control(0, b"[early]")
     done = on_threads(lambda rank: exchanges[rank].exchange(transports[rank], bytes([rank]) * 5000), range(4))
@@ -85,13 +74,10 @@ def test_what_engines_say_before_the_last_exchange_is_over_is_kept(transports: l
 
 def finished(transport: TorchTransport, *transfers: Any) -> None:
     transport.watch(transfers)
-    deadline = time.monotonic() + SECONDS
-    while not all(one.done() for one in transfers):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: all(one.done() for one in transfers))
 
 
-def test_only_those_connect_that_exchange_buffers(transports: list[TorchTransport]) -> None:
+def test_only_those_connect_that_exchange_buffers(transports):
     def exchange(rank: int) -> int:
         transport, peer = transports[rank], rank ^ 1
         mine, theirs = np.full(1000, rank, np.uint8), np.zeros(1000, np.uint8)
@@ -105,7 +91,7 @@ def test_only_those_connect_that_exchange_buffers(transports: list[TorchTranspor
     assert [one._control.connected() for one in transports] == [[1, 2, 3], [0], [0, 3], [0, 2]]
 
 
-def test_all_may_connect_to_all_at_once(transports: list[TorchTransport]) -> None:
+def test_all_may_connect_to_all_at_once(transports):
     def exchange(rank: int) -> list[int]:
         transport, peers = transports[rank], [peer for peer in range(4) if peer != rank]
         theirs = {peer: np.zeros(8, np.uint8) for peer in peers}
@@ -114,15 +100,11 @@ def test_all_may_connect_to_all_at_once(transports: list[TorchTransport]) -> Non
         finished(transport, *receives, *sends)
         return [int(theirs[peer][0]) for peer in peers]
 
-    assert [one.result(SECONDS) for one in on_threads(exchange, range(4))] == [
-        [1, 2, 3],
-        [0, 2, 3],
-        [0, 1, 3],
-        [0, 1, 2],
-    ]
+    everyones = [one.result(SECONDS) for one in on_threads(exchange, range(4))]
+    assert everyones == [[peer for peer in range(4) if peer != rank] for rank in range(4)]
 
 
-def test_a_transfer_that_only_one_end_wants_ends_with_the_transport(transports: list[TorchTransport]) -> None:
+def test_a_transfer_that_only_one_end_wants_ends_with_the_transport(transports):
     waiting = transports[2].irecv(np.zeros(8, np.uint8), 1, 1)
     transports[2].watch([waiting])
     assert not waiting.done()
@@ -131,15 +113,17 @@ def test_a_transfer_that_only_one_end_wants_ends_with_the_transport(transports: 
         finished(transports[2], waiting)
 
 
-def test_a_word_to_a_rank_whose_connection_broke_is_no_error_of_its_own(transports: list[TorchTransport]) -> None:
+def test_a_word_to_a_rank_whose_connection_broke_is_no_error_of_its_own(transports):
     """Who looks for lost ranks tells of it, with the names of both and after a goodbye that may have come."""
     ours, theirs = transports[0], transports[1]
     theirs.send_control(0, b"goodbye")
     theirs.close(graceful=False)
-    deadline = time.monotonic() + SECONDS
-    while not ours.lost_peers():
-        assert time.monotonic() < deadline
+
+    def is_lost() -> bool:
         ours.send_control(1, b"a word" * 1000)
+        return bool(ours.lost_peers())
+
+    until(is_lost)
     ours.send_control(1, b"a word")
     assert ours.poll_control() == [(1, b"goodbye")]
     assert ours.lost_peers().keys() == {1}

@@ -9,9 +9,8 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -20,17 +19,11 @@ from hvdkit.transports.control import ControlConnections
 from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials
 from tests.faults.outsider import NONSENSE
+from tests.transports.shared import until
 
 SECONDS = 30.0
 SESSION = Credentials(b"a secret", "job", 1)
 RANKS = 3
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Rank:
@@ -131,22 +124,19 @@ def test_where_there_are_too_many_files_one_connection_fails_and_the_others_go_o
 
 
 def test_a_rank_of_another_session_is_not_heard_and_believes_nobody():
-    listeners = listening()
-    others = [socket.fromfd(one.fileno(), socket.AF_INET, socket.SOCK_STREAM) for one in listeners]
-    ours = Rank(0, listeners, SESSION)
-    theirs = Rank(1, others, Credentials(b"another secret", "job", 1))
-    try:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(one) for one in listening()]
+        ours = Rank(0, listeners, SESSION)
+        others = [stack.enter_context(one.dup()) for one in listeners]
+        theirs = Rank(1, others, Credentials(b"another secret", "job", 1))
+        for rank in (ours, theirs):
+            stack.callback(rank.connections.close)
         theirs.send(0, b"let me in")
         ours.send(1, b"who is there?")
         until(lambda: ours.lost and theirs.lost)
         assert "does not know the session's secret" in ours.lost[1]
         assert not ours.heard
         assert not theirs.heard
-    finally:
-        ours.connections.close()
-        theirs.connections.close()
-        for one in (*listeners, *others):
-            one.close()
 
 
 def test_nonsense_changes_nothing_and_what_was_recorded_is_of_no_use(ranks):

@@ -17,6 +17,7 @@ from hvdkit.compression.state import OWED, RESIDUAL
 from hvdkit.engine.steps.device_reducer import stays_on_device
 from hvdkit.kernels import ONE, Scale
 from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
+from tests.compression.codecs import decoded, encoded, memory_for
 from tests.transports.thread_group import Together
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -52,32 +53,21 @@ def memory_of(
     return DeviceMemory(elements, codec.keeps, gaps or [], torch.device(device))
 
 
-def on_host(codec: LossyCodec, values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is decoded of an array, and what is kept of it and of what was kept."""
-    memory = CodecState(values.size, codec.keeps)
-    memory.residual[...] = kept
-    payload = np.zeros(codec.most_bytes(values.size) + 64, dtype=np.uint8)
-    start = -payload.ctypes.data % 64
-    payload = payload[start : start + codec.most_bytes(values.size)]
-    nbytes = codec.encode_into(payload, values.copy(), memory)
-    out = np.zeros_like(values)
-    codec.decode_into(payload[:nbytes], out, 1.0, False)
-    return out, memory.residual
-
-
 @pytest.mark.parametrize("name", EXACT)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 700), st.floats(1e-6, 1e6))
 @example(583, 583, 87450.25)  # a value in the middle of two codes
 @settings(deadline=None, max_examples=40)
-def test_a_payload_stands_for_what_it_stands_for_on_the_host(name: str, seed: int, count: int, size: float) -> None:
+def test_a_payload_stands_for_what_it_stands_for_on_the_host(name, seed, count, size):
     codec, draw = EXACT[name], np.random.default_rng(seed)
     values, kept = (draw.normal(size=count).astype(np.float32) * np.float32(size) for _ in range(2))
-    expected, expected_kept = on_host(codec, values, kept)
+    on_host = memory_for(codec, count)
+    on_host.residual[...] = kept
+    expected = decoded(codec, encoded(codec, values.copy(), on_host), count)
     memory, flat = memory_of(codec, count), torch.from_numpy(values.copy())
     memory.array(RESIDUAL).copy_(torch.from_numpy(kept))
     reduce_encoded(exchange(codec), flat, memory)
     np.testing.assert_allclose(flat.numpy(), expected, rtol=1e-5, atol=1e-6 * size)
-    np.testing.assert_allclose(memory.array(RESIDUAL).numpy(), expected_kept, rtol=1e-4, atol=2e-6 * size)
+    np.testing.assert_allclose(memory.array(RESIDUAL).numpy(), on_host.residual, rtol=1e-4, atol=2e-6 * size)
 
 
 ALL = {
@@ -91,12 +81,12 @@ ALL = {
 MATRICES = [(0, 20, 30), (640, 5, 3), (656, 40, 10)]
 ELEMENTS = 1056
 GAPS = [(600, 640), (655, 656)]
+IN_GAPS = torch.tensor([*range(600, 640), 655])
 
 
 def gradient(seed: int) -> torch.Tensor:
-    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed)).index_fill_(
-        0, torch.tensor([*range(600, 640), 655]), 0.0
-    )
+    drawn = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
+    return drawn.index_fill_(0, IN_GAPS, 0.0)
 
 
 # One rank cannot play several that get chunks of their own.
@@ -110,7 +100,7 @@ WAYS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size", "way"), WAYS)
-def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name: str, size: int, way: str, device: str) -> None:
+def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name, size, way, device):
     codec = ALL[name]
     memory, came, went = memory_of(codec, ELEMENTS, GAPS, device), torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     for step in range(6):
@@ -120,19 +110,17 @@ def test_what_was_handed_on_and_what_is_kept_is_all_that_came(name: str, size: i
         on_device = flat.to(device)
         reduce_encoded(exchange(codec, size, way, step, matrices=MATRICES), on_device, memory)
         flat = on_device.cpu()
-        flat.index_fill_(0, torch.tensor([*range(600, 640), 655]), 0.0)
+        flat.index_fill_(0, IN_GAPS, 0.0)
         went += flat
     assert went.abs().sum() > 0
-    kept = memory.array(RESIDUAL).cpu().clone().index_fill_(0, torch.tensor([*range(600, 640), 655]), 0.0)
+    kept = memory.array(RESIDUAL).cpu().clone().index_fill_(0, IN_GAPS, 0.0)
     torch.testing.assert_close(went + size * kept, came, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("way", ["gather", "two_phase"])
 @pytest.mark.parametrize(("ranks", "elements"), [(2, 16), (3, 1040), (3, 7)])
 @pytest.mark.parametrize("name", ALL)
-def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(
-    name: str, ranks: int, elements: int, way: str
-) -> None:
+def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(name, ranks, elements, way):
     codec, group = ALL[name], Together(ranks)
     if not isinstance(codec, TopK):
         way, _ = codec.way(elements, ranks)
@@ -161,7 +149,7 @@ def test_ranks_get_the_same_and_nothing_is_lost_and_nothing_is_too_large(
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_not_finite_is_told_and_not_kept(name: str, device: str, value: float) -> None:
+def test_what_is_not_finite_is_told_and_not_kept(name, device, value):
     codec = ALL[name]
     memory = memory_of(codec, ELEMENTS, GAPS, device)
     reduce_encoded(exchange(codec, matrices=MATRICES), gradient(0).to(device), memory)
@@ -172,15 +160,7 @@ def test_what_is_not_finite_is_told_and_not_kept(name: str, device: str, value: 
     assert all(torch.isfinite(kept).all() for kept in memory.tensors())
 
 
-def test_topk_sends_exactly_the_largest() -> None:
-    flat = gradient(3)
-    largest = flat.abs().sort(descending=True).values[105]
-    expected = torch.where(flat.abs() > largest, flat, 0.0)
-    reduce_encoded(exchange(TopK(ratio=105 / ELEMENTS)), flat, memory_of(TopK(), ELEMENTS))
-    assert torch.equal(flat, expected)
-
-
-def test_dgc_adds_momentum_and_masks_what_was_sent() -> None:
+def test_dgc_adds_momentum_and_masks_what_was_sent():
     codec = DGC(ratio=1 / 64, momentum=0.5)
     memory = memory_of(codec, 64)
     flat = torch.ones(64)
@@ -196,33 +176,31 @@ def test_dgc_adds_momentum_and_masks_what_was_sent() -> None:
     assert memory.array(RESIDUAL)[5] == 1
 
 
-def test_a_rank_of_a_matrix_is_found_in_two_steps() -> None:
-    codec, low = PowerSGD(rank=2, feedback=False), torch.randn(20, 2) @ torch.randn(2, 30)
-    memory = memory_of(codec, 600)
-    for turn in range(2):
-        flat = low.reshape(-1).clone()
-        reduce_encoded(exchange(codec, turn=turn, matrices=[(0, 20, 30)]), flat, memory)
-    torch.testing.assert_close(flat.view(20, 30), low, rtol=1e-3, atol=1e-3)
+ONE_NODE, TWO_NODES, PAIRS = [[0, 1]], [[0], [1]], [[0, 1], [2, 3]]
 
 
-def test_who_encodes_on_the_device() -> None:
-    one, two, pairs = [[0, 1]], [[0], [1]], [[0, 1], [2, 3]]
-    assert stays_on_device([Int8()], one, [0, 1])  # where nothing is encoded
-    assert stays_on_device([Threshold()], one, [0, 1])
-    assert stays_on_device([Int8()], one, [0, 1], encodes=False)
-    assert not stays_on_device([Int8()], two, [0, 1], encodes=False)
-    assert stays_on_device([Int8()], two, [0, 1])
-    assert not stays_on_device([Int8(), Threshold()], two, [0, 1])
-    assert not stays_on_device([RandomK()], two, [0, 1])
-    assert not stays_on_device([DGC(warmup_epochs=2)], two, [0, 1])
-    assert not stays_on_device([TopK(warmup_epochs=2)], two, [0, 1])
-    assert not stays_on_device([Int8()], pairs, [0, 1, 2, 3])
-    assert stays_on_device([Int8()], pairs, [0, 2])
-    assert stays_on_device([Int8(compress="everywhere")], pairs, [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("expected", "codecs", "nodes", "members", "encodes"),
+    [
+        (True, [Int8()], ONE_NODE, [0, 1], True),  # where nothing is encoded
+        (True, [Threshold()], ONE_NODE, [0, 1], True),
+        (True, [Int8()], ONE_NODE, [0, 1], False),
+        (False, [Int8()], TWO_NODES, [0, 1], False),
+        (True, [Int8()], TWO_NODES, [0, 1], True),
+        (False, [Int8(), Threshold()], TWO_NODES, [0, 1], True),
+        (False, [RandomK()], TWO_NODES, [0, 1], True),
+        (False, [DGC(warmup_epochs=2)], TWO_NODES, [0, 1], True),
+        (False, [Int8()], PAIRS, [0, 1, 2, 3], True),
+        (True, [Int8()], PAIRS, [0, 2], True),
+        (True, [Int8(compress="everywhere")], PAIRS, [0, 1, 2, 3], True),
+    ],
+)
+def test_who_encodes_on_the_device(expected, codecs, nodes, members, encodes):
+    assert stays_on_device(codecs, nodes, members, encodes=encodes) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_owed_waits_on_a_device_for_a_gradient_that_has_room_for_it(device: str) -> None:
+def test_what_is_owed_waits_on_a_device_for_a_gradient_that_has_room_for_it(device):
     host = CodecState(8)
     host.arrays[OWED] = np.array([0, 0, 0.25, 0.25, 65000.0, 0.25, 0, 0], dtype=np.float32)
     memory = memory_of(Int8(), 8, device=device)

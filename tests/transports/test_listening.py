@@ -34,10 +34,9 @@ def test_ranks_that_meet_on_a_loopback_are_on_one_host(host):
     assert listening.addresses_for(world(host)) == ["127.0.0.1"]
 
 
-def test_ranks_are_on_one_host_if_the_launcher_says_so():
-    assert listening.on_one_host(world(local_size=2))
-    assert not listening.on_one_host(world(local_size=1))
-    assert not listening.on_one_host(world(local_size=None))
+@pytest.mark.parametrize(("local_size", "expected"), [(2, True), (1, False), (None, False)])
+def test_ranks_are_on_one_host_if_the_launcher_says_so(local_size, expected):
+    assert listening.on_one_host(world(local_size=local_size)) == expected
 
 
 def test_a_part_of_the_ranks_is_on_one_host_if_all_are():

@@ -11,22 +11,22 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from tests.ranks import ROOT, free_port, rank_environment
+from tests.ranks import run_ranks
 from tests.transports.shared import (
     answer,
     bytes_of,
     mapped_memory_files,
-    memory_file,
     needs_memory_files,
     needs_native,
     node_memory,
     open_descriptors,
     program,
+    until,
 )
 
 pytestmark = [needs_native, needs_memory_files]
@@ -68,81 +68,53 @@ def node(guests: int) -> Iterator[tuple[Any, list[subprocess.Popen[str]]]]:
         memory = node_memory.NodeMemory(serving.descriptor(), 0, guests + 1)
         stack.callback(memory.close)
         for other in others:
-            assert answer(other).startswith("here")
+            assert answer(other) == "here 0"
         yield memory, others
 
 
-def soon_gone(memory: Any, expected: list[int]) -> bool:
-    """Whether exactly these ranks are gone within a second."""
-    deadline = time.monotonic() + 1.0
-    while memory.gone() != expected and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return memory.gone() == expected
-
-
-def test_who_knows_the_secret_gets_the_memory():
-    with ExitStack() as stack:
-        serving = Serving(1)
-        guest = stack.enter_context(program("guest", serving.address, serving.secret, 1, 2))
-        memory = node_memory.NodeMemory(serving.descriptor(), 0, 2)
-        stack.callback(memory.close)
-        view = bytes_of(memory.window(0, PAGE))
-        assert answer(guest) == "here 0"
-        view[0] = 1
-        assert memory.gone() == []
-        with pytest.raises(ConnectionRefusedError):  # all that were invited have come
-            node_memory.fetch(serving.address, serving.secret, SECONDS, 1)
-
-
-def test_a_process_with_a_wrong_secret_gets_nothing_and_the_right_one_still_does():
-    with ExitStack() as stack:
-        serving = Serving(1)
-        stranger = stack.enter_context(program("guest", serving.address, "0" * 64, 1, 2))
-        assert "Error" in answer(stranger)
+@contextmanager
+def served_after_all() -> Iterator[Serving]:
+    """Serve an invitation that is still open after the block, until a process that knows the secret has come."""
+    serving = Serving(1)
+    try:
+        yield serving
         assert serving.serving()
-        guest = stack.enter_context(program("guest", serving.address, serving.secret, 1, 2))
-        stack.callback(os.close, serving.descriptor())
-        assert answer(guest) == "here 0"
+    finally:
+        for descriptor in (node_memory.fetch(serving.address, serving.secret, SECONDS, 1)[0], serving.descriptor()):
+            assert not os.get_inheritable(descriptor)
+            os.close(descriptor)
+    with pytest.raises(ConnectionRefusedError):  # all that were invited have come
+        node_memory.fetch(serving.address, serving.secret, SECONDS, 1)
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "0", "the right one less its end", "the right one with another end", "00" * 32, "\0" * 1000]
+    "wrong",
+    [
+        lambda secret: "",
+        lambda secret: "0",
+        lambda secret: secret[:-1],
+        lambda secret: secret[:-1] + ("0" if secret[-1] != "0" else "1"),
+        lambda secret: "00" * 32,
+        lambda secret: "\0" * 1000,
+    ],
+    ids=["nothing", "too short", "less its end", "another end", "another", "too long"],
 )
 def test_nothing_is_handed_out_for_a_wrong_secret(wrong):
-    serving = Serving(1)
-    other_end = "0" if serving.secret[-1] != "0" else "1"
-    shown = {
-        "the right one less its end": serving.secret[:-1],
-        "the right one with another end": serving.secret[:-1] + other_end,
-    }.get(wrong, wrong)
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(SECONDS)
-            connection.connect(f"\0{serving.address}")
-            connection.sendall(shown.encode())
-            connection.shutdown(socket.SHUT_WR)
-            try:
-                data, descriptors, _, _ = socket.recv_fds(connection, 100, 10)
-            except ConnectionResetError:  # it did not read all of it
-                data, descriptors = b"", []
-        assert (data, list(descriptors)) == (b"", [])
-        assert serving.serving()
-    finally:
-        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS, 1)[0])
-        os.close(serving.descriptor())
+    with served_after_all() as serving, socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(SECONDS)
+        connection.connect(f"\0{serving.address}")
+        connection.sendall(wrong(serving.secret).encode())
+        connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):  # it did not read all of it
+            data, descriptors, _, _ = socket.recv_fds(connection, 100, 10)
+            assert (data, list(descriptors)) == (b"", [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_who_knows_the_secret_gets_nothing():
-    serving = Serving(1)
-    try:
-        with program("guest_of_another_user", serving.address, serving.secret) as stranger:
-            assert answer(stranger).startswith("PermissionError")
-            assert answer(stranger) == "0"
-        assert serving.serving()
-    finally:
-        os.close(node_memory.fetch(serving.address, serving.secret, SECONDS, 1)[0])
-        os.close(serving.descriptor())
+    with served_after_all() as serving, program("guest_of_another_user", serving.address, serving.secret) as stranger:
+        assert answer(stranger).startswith("PermissionError")
+        assert answer(stranger) == "0"
 
 
 def test_guests_that_do_not_come_are_a_time_out():
@@ -155,53 +127,21 @@ def test_guests_that_do_not_come_are_a_time_out():
     assert open_descriptors() == before
 
 
-def test_every_invitation_is_another():
-    one, other = node_memory.Invitation(), node_memory.Invitation()
-    assert one.address != other.address
-    assert one.secret != other.secret
-    one.withdraw()
-    other.withdraw()
-
-
-def test_programs_that_a_rank_starts_inherit_no_descriptor():
-    serving = Serving(1)
-    fetched, own = node_memory.fetch(serving.address, serving.secret, SECONDS, 1)[0], serving.descriptor()
-    try:
-        assert not os.get_inheritable(fetched)
-        assert not os.get_inheritable(own)
-    finally:
-        os.close(fetched)
-        os.close(own)
-
-
-def test_segments_are_apart_and_the_same_for_all():
-    with memory_file() as descriptor:
-        memory = node_memory.NodeMemory(os.dup(descriptor), 0, 1)
-        views = {
-            segment: bytes_of(memory.window(segment, PAGE)) for segment in (0, 1, 2, 1000, node_memory.SEGMENTS - 1)
-        }
-        for number, view in enumerate(views.values()):
-            view[:] = number + 1
-        for number, segment in enumerate(views):
-            assert (bytes_of(memory.window(segment, PAGE)) == number + 1).all()
-        memory.close()
-
-
 def test_a_rank_that_is_killed_is_gone_within_a_second():
     with node(3) as (memory, others):
         assert memory.gone() == []
         others[1].kill()
-        assert soon_gone(memory, [2])
+        until(lambda: memory.gone() == [2], 1.0)
         assert answer(others[0], "gone") == answer(others[2], "gone") == "[2]"
 
 
 def test_a_rank_that_ends_or_closes_the_memory_is_gone_within_a_second():
     with node(2) as (memory, others):
         assert answer(others[0], "close") == "closed"
-        assert soon_gone(memory, [1])
+        until(lambda: memory.gone() == [1], 1.0)
         assert others[1].stdin is not None
         others[1].stdin.close()
-        assert soon_gone(memory, [1, 2])
+        until(lambda: memory.gone() == [1, 2], 1.0)
 
 
 def test_a_rank_that_lives_or_is_stopped_is_not_gone():
@@ -211,41 +151,20 @@ def test_a_rank_that_lives_or_is_stopped_is_not_gone():
         assert memory.gone() == []
         assert answer(others[1], "gone") == "[]"
         others[0].kill()
-        assert soon_gone(memory, [1])
+        until(lambda: memory.gone() == [1], 1.0)
 
 
-def test_a_rank_whose_children_end_is_not_gone():
+def test_a_rank_whose_children_end_is_not_gone_and_one_whose_children_outlive_it_is():
     with node(1) as (memory, others):
         assert answer(others[0], "fork and wait") == "waited"
-        assert memory.gone() == []
         assert answer(others[0], "gone") == "[]"
-
-
-def test_a_rank_whose_children_outlive_it_is_gone():
-    with node(1) as (memory, others):
         child = int(answer(others[0], "fork"))
         try:
             assert memory.gone() == []
             others[0].kill()
-            assert soon_gone(memory, [1])
+            until(lambda: memory.gone() == [1], 1.0)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def test_windows_that_come_and_go_leave_the_lock_alone():
-    with node(1) as (memory, others):
-        for segment in range(5):
-            bytes_of(memory.window(segment, PAGE))[0] = 1
-        assert answer(others[0], "gone") == "[]"
-
-
-def test_a_second_rank_cannot_take_a_place_that_is_taken():
-    with memory_file() as descriptor, program("lock", descriptor, 1, descriptors=(descriptor,)) as other:
-        assert answer(other) == "locked"
-        memory = os.dup(descriptor)
-        with pytest.raises(BlockingIOError):
-            node_memory.NodeMemory(memory, 1, 2)
-        os.close(memory)
 
 
 def test_nothing_is_left_after_close():
@@ -288,27 +207,7 @@ def test_a_tiny_dev_shm_is_enough():
     tried = shutil.which("unshare") and subprocess.run([*own_mounts, "true"], capture_output=True, text=True)
     if not tried or tried.returncode:
         pytest.skip(f"no /dev/shm of our own can be mounted here: {tried.stderr.strip() if tried else 'no unshare'}")
-    environment = rank_environment(
-        HVDKIT_TRANSPORT="torch",
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-    )
-    ranks = [
-        subprocess.Popen(
-            [*own_mounts, sys.executable, "-c", CROWDED],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert outputs == ["NodeTransport [3.0]\nHostReducer one pass over the memory of 2 ranks [-6.0]"] * 2
+    command = [*own_mounts, sys.executable, "-c", CROWDED]
+    status, output = run_ranks(command, 2, "torch", 60)
+    assert status == 0, output
+    assert output.count("NodeTransport [3.0]\nHostReducer one pass over the memory of 2 ranks [-6.0]\n") == 2, output

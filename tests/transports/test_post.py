@@ -6,8 +6,6 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from tests.transports.shared import (
     answer,
     bells_in,
     bytes_by_rank,
-    memory_file,
     native,
     needs_memory_files,
     needs_native,
@@ -30,12 +27,10 @@ from tests.transports.shared import (
     program,
     settle,
 )
-from tests.transports.shared_programs import SECONDS, exchange
 
 pytestmark = [needs_native, needs_memory_files]
 
 RING = 256  # as posts() has it
-MESSAGES = 120  # of each rank to each other one, in the exchange between processes
 
 
 @pytest.mark.parametrize("ring", [64, RING])
@@ -63,20 +58,6 @@ def test_a_message_of_any_size_arrives_whole(size, received_first, ring):
         settle([one, other])
 
 
-def test_a_receive_takes_over_a_message_that_has_begun_to_arrive():
-    one, other = posts(2)
-    sent, into = bytes_by_rank(0, 0, 5 * RING), np.empty(5 * RING, np.uint8)
-    send = one.send(1, 5, sent)
-    other.progress()  # a ring full of it
-    one.progress()
-    assert not send.done()
-    receive = other.receive(0, 5, into)
-    assert not receive.done()
-    settle([one, other])
-    assert receive.done()
-    np.testing.assert_array_equal(into, sent)
-
-
 def test_messages_of_any_shape_and_dtype_are_their_bytes():
     one, other = posts(2)
     sent, into = np.arange(60, dtype=np.float64).reshape(3, 4, 5), bytearray(480)
@@ -86,20 +67,6 @@ def test_messages_of_any_shape_and_dtype_are_their_bytes():
     assert into == sent.tobytes()
     with pytest.raises(BufferError, match="not writable"):
         other.receive(0, 1, b"read only")
-
-
-def test_messages_of_one_tag_keep_their_order_whether_early_or_awaited():
-    for early in (True, False):
-        one, other = posts(2)
-        for number in range(5):
-            one.send(1, 3, np.full(number, number, np.uint8))
-        if early:
-            settle([one, other])
-        buffers = [np.empty(number, np.uint8) for number in range(5)]
-        receives = [other.receive(0, 3, buffer) for buffer in buffers]
-        settle([one, other])
-        assert all(receive.done() for receive in receives)
-        assert all((buffer == number).all() for number, buffer in enumerate(buffers))
 
 
 def test_whoever_can_go_on_is_rung_and_nobody_else():
@@ -123,18 +90,6 @@ def test_whoever_can_go_on_is_rung_and_nobody_else():
     assert rung(other.receive(0, 2, np.zeros(10, np.uint8)).done) == nobody
 
 
-def test_nothing_moves_where_nothing_was_sent():
-    ranks = posts(3)
-    into = np.zeros(4, np.uint8)
-    receive = ranks[0].receive(1, 1, into)
-    ranks[1].send(2, 1, into)  # to another
-    ranks[2].send(0, 1, into)  # from another
-    ranks[1].send(0, 2, into)  # under another tag
-    settle(ranks)
-    assert not receive.done()
-    assert not any(post.progress() for post in ranks)
-
-
 # One action: (whose, what, with whom, tag, size).
 actions = st.lists(
     st.tuples(
@@ -142,7 +97,7 @@ actions = st.lists(
         st.sampled_from(["send", "receive", "control", "progress", "progress"]),
         st.integers(0, 3),
         st.integers(0, 1),
-        st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 400])),
+        st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 400, 3000])),
     ),
     max_size=50,
 )
@@ -204,19 +159,6 @@ def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks,
             np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("control", [64, RING])
-def test_control_messages_of_any_length_arrive_in_order(control):
-    party = posts(3, 64, control)
-    payloads = [bytes_by_rank(1, n, nbytes).tobytes() for n, nbytes in enumerate([0, 1, 0, 5 * control, 16, 0, 3000])]
-    for payload in payloads:
-        party[1].send_control(0, payload)
-        party[1].send_control(2, payload[::-1])
-    settle(party)
-    assert party[0].take_control() == [(1, payload) for payload in payloads]
-    assert party[2].take_control() == [(1, payload[::-1]) for payload in payloads]
-    assert party[0].take_control() == []
-
-
 def test_control_messages_overtake_data_that_nobody_receives():
     one, other = posts(2)
     one.send(1, 1, np.zeros(100 * RING, np.uint8))
@@ -247,28 +189,15 @@ def test_a_message_of_another_length_is_an_error_that_says_both(when, expected):
         with pytest.raises(RuntimeError, match=WRONG_LENGTH.format(expected)):
             other.receive(0, 7, into)
     assert (into == 3).all()
-
-
-@pytest.mark.parametrize("when", ["posted before", "posted after"])
-def test_after_a_message_of_another_length_others_still_arrive(when):
-    one, other = posts(2)
-    if when == "posted before":
-        other.receive(0, 7, np.empty(10, np.uint8))
-    one.send(1, 7, np.zeros(1000, np.uint8))
+    # What comes after it still arrives.
     one.send(1, 8, np.full(300, 5, np.uint8))
-    fails = other.progress
-    if when == "posted after":
-        other.progress()
-        fails = partial(other.receive, 0, 7, np.empty(10, np.uint8))
-    with pytest.raises(RuntimeError, match=WRONG_LENGTH.format(10)):
-        fails()
-    into = np.empty(300, np.uint8)
-    receive = other.receive(0, 8, into)
     one.send_control(1, b"goodbye")
+    later = np.empty(300, np.uint8)
+    receive = other.receive(0, 8, later)
     settle([one, other])
     assert other.take_control() == [(0, b"goodbye")]
     assert receive.done()
-    assert (into == 5).all()
+    assert (later == 5).all()
 
 
 def test_giving_buffers_back_does_not_lock_other_threads_out():
@@ -296,33 +225,12 @@ def test_buffers_live_until_their_messages_are_over_and_no_longer(kept):
         assert [owner() for owner in owners] == [None, None]
     else:
         assert all(message.done() for message in messages)
-
-
-def test_buffers_of_messages_that_never_end_go_with_the_post():
-    one, other = posts(2)
-    buffers = [np.zeros(3 * RING, np.uint8) for _ in range(2)]
-    owners = [weakref.ref(buffer) for buffer in buffers]
-    one.send(1, 1, buffers[0])
-    other.receive(0, 2, buffers[1])
-    buffers.clear()
+    # Those of messages that never end go with the post.
+    never = np.zeros(3 * RING, np.uint8)
+    owner = weakref.ref(never)
+    one.send(1, 1, never)
+    del never
     one.progress()
-    assert all(owner() is not None for owner in owners)
+    assert owner() is not None
     del one, other
-    assert [owner() for owner in owners] == [None, None]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_exchange_messages_and_no_rank_sleeps_through_one(ranks):
-    ring = 1024
-    messages = MESSAGES // (ranks - 1)
-    with ExitStack() as stack:
-        descriptor = stack.enter_context(memory_file())
-        others = [
-            stack.enter_context(
-                program("exchange_messages", descriptor, ranks, me, ring, messages, descriptors=(descriptor,))
-            )
-            for me in range(1, ranks)
-        ]
-        longest = [exchange(descriptor, ranks, 0, ring, messages)]
-        longest += [float(answer(other)) for other in others]
-    assert max(longest) < SECONDS / 2
+    assert owner() is None

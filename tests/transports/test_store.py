@@ -6,8 +6,7 @@ import contextlib
 import os
 import resource
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +15,7 @@ from hvdkit.transports.security import store as store_module
 from hvdkit.transports.security.credentials import PROOF_BYTES, Credentials, Initiator
 from hvdkit.transports.security.listening import listen
 from hvdkit.transports.security.store import STORE, RendezvousStore, StoreServer, connect
+from tests.transports.shared import until
 
 SECONDS = 20.0
 SESSION = Credentials(b"a secret of this job", "job", 0)
@@ -46,13 +46,6 @@ def place() -> Iterator[Place]:
     made = Place()
     yield made
     os.close(made.copy)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_all_ranks_read_what_one_has_set_and_the_port_is_closed_though_others_have_inherited_it(place):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import stat
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from hvdkit.engine.session import runtime
-from tests import measured
 from tests.on_ranks import on_ranks
+from tests.torch.test_timeline import recorded
+from tests.transports.shared import gone_within, grown, held, in_thread, shared_files, until
 
 pytestmark = on_ranks(1, 2, 3, 4, every_size=True)
 
@@ -24,19 +22,37 @@ def good_allreduce(hvd) -> None:
     assert result.tolist() == [sum(range(hvd.size()))] * 3
 
 
+def use(hvd, number: int) -> None:
+    """All that takes memory of the node: messages, staged tensors, buckets."""
+    total = hvd.allreduce(torch.full((30_000,), 1.0 + hvd.rank()), op=hvd.Sum, name=f"round{number}")
+    assert total.unique().tolist() == [sum(range(hvd.size() + 1))]
+    assert hvd.broadcast_object(number, root_rank=hvd.size() - 1) == number
+    model = torch.nn.Linear(300, 10)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+
+
 def test_init_again_after_shutdown_works_and_leaks_nothing(hvd):
-    for round_number in range(6):
+    files = shared_files()
+    for number in range(15):
         hvd.shutdown()
         assert not hvd.is_initialized()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("hvdkit-")]
+        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("hvdkit-")])
+        if number == 5:  # whatever the first rounds open for good
+            before = held()
         hvd.init()
         hvd.init()  # a second call does nothing
         good_allreduce(hvd)
-        if round_number == 1:
-            gc.collect()
-            files = len(os.listdir("/proc/self/fd"))
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files + 2
+        if number % 2:
+            use(hvd, number)
+    hvd.shutdown()
+    until(lambda: not grown(before, held()), 10.0)
+    assert before["mapped"] == 0
+    assert gone_within(10.0, lambda: shared_files() - files), shared_files() - files
+    hvd.init()
 
 
 def test_long_control_messages_arrive_whole(hvd):
@@ -52,74 +68,45 @@ def test_long_control_messages_arrive_whole(hvd):
 
 
 def test_several_threads_may_use_the_engine_at_once(hvd):
-    failures = []
-
     def work(number: int) -> None:
-        try:
-            for step in range(20):
-                result = hvd.allreduce(torch.ones(50) * number, op=hvd.Sum, name=f"thread{number}.{step}")
-                assert result.tolist() == [float(number * hvd.size())] * 50
-        except BaseException as error:
-            failures.append(error)
+        for step in range(20):
+            result = hvd.allreduce(torch.ones(50) * number, op=hvd.Sum, name=f"thread{number}.{step}")
+            assert result.tolist() == [float(number * hvd.size())] * 50
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
+    for outcome in [in_thread(work, number) for number in range(4)]:
+        outcome.result(60)
 
 
 def test_the_timeline_is_valid_and_has_a_row_for_each_tensor(hvd):
-    import json
-    import tempfile
-
-    path = f"{tempfile.gettempdir()}/hvdkit-timeline-{os.getpid()}.json"
-    hvd.start_timeline(path)
-    hvd.allreduce(torch.ones(10), name="seen")
-    hvd.grouped_allreduce([torch.ones(10), torch.ones(20)], name="together")
-    parameter = torch.nn.Parameter(torch.ones(100))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
-    for _ in range(2):
-        (parameter * 2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    hvd.stop_timeline()
+    with recorded(hvd) as shown:
+        hvd.allreduce(torch.ones(10), name="seen")
+        hvd.grouped_allreduce([torch.ones(10), torch.ones(20)], name="together")
+        parameter = torch.nn.Parameter(torch.ones(100))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
+        for _ in range(2):
+            (parameter * 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bool(shown) == (hvd.rank() == 0)
     if hvd.rank() == 0:
-        with open(path) as file:
-            events = json.load(file)
-        os.unlink(path)
-        rows = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-        activities = {event.get("name") for event in events}
-        assert any("seen" in row for row in rows), rows
-        expected = {"NEGOTIATE_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"}
-        assert expected <= activities, activities
-        begun = [event["tid"] for event in events if event["ph"] == "B"]
-        ended = [event["tid"] for event in events if event["ph"] == "E"]
-        assert sorted(begun) == sorted(ended)
-        reduced = [event["args"] for event in events if event.get("name") == "ALLREDUCE"]
-        if hvd.size() > 1:
-            assert any(args.get("operations") == 1 and "bytes" in args["reason"] for args in reduced), reduced
-            ordered = [args for args in reduced if "order" in args]
-            assert ordered, reduced
-            assert all(args["size"] and args["algorithm"] and " of " in args["order"] for args in ordered), ordered
-            buckets = {event["tid"] for event in events if "bucket" in str(event.get("args", {}).get("name"))}
-            on_buckets = {event.get("name") for event in events if event["tid"] in buckets}
-            assert {"WAIT_FOR_TURN", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE"} <= on_buckets, on_buckets
-    else:
-        assert not os.path.exists(path)
+        assert any("seen" in one.row for one in shown), shown
+        copied = {"MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"}
+        assert {"NEGOTIATE_ALLREDUCE", *copied} <= {one.name for one in shown}
+    if shown and hvd.size() > 1:
+        reduced = [one.args for one in shown if one.name == "ALLREDUCE"]
+        assert any(args.get("operations") == 1 and "bytes" in args["reason"] for args in reduced), reduced
+        ordered = [args for args in reduced if "order" in args]
+        assert ordered, reduced
+        assert all(args["size"] and args["algorithm"] and " of " in args["order"] for args in ordered), ordered
+        on_buckets = {one.name for one in shown if "bucket" in one.row}
+        assert {"WAIT_FOR_TURN", "MEMCPY_IN_FUSION_BUFFER", "ALLREDUCE"} <= on_buckets, on_buckets
 
 
 def test_an_array_of_more_bytes_than_one_message_arrives(hvd):
-    from hvdkit.transports import mpi
-
-    before, mpi.LARGEST_MESSAGE = mpi.LARGEST_MESSAGE, 4096
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hvdkit.transports.mpi.LARGEST_MESSAGE", 4096)
         values = torch.arange(100_000, dtype=torch.float64)
         assert torch.equal(hvd.allreduce(values, op=hvd.Average), values)
-    finally:
-        mpi.LARGEST_MESSAGE = before
 
 
 def test_ranks_that_share_memory_keep_no_connections_and_no_threads_for_each_other(hvd):
@@ -170,9 +157,8 @@ def test_a_process_group_of_the_user_is_left_alone(hvd):
 def test_settings_that_decide_the_layout_are_those_of_rank_0(hvd):
     size, rank = hvd.size(), hvd.rank()
     hvd.shutdown()
-    before = os.environ.get("HOROVOD_FUSION_THRESHOLD")
-    os.environ["HOROVOD_FUSION_THRESHOLD"] = str(1000 * (rank + 1))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_FUSION_THRESHOLD", str(1000 * (rank + 1)))
         hvd.init()
         assert runtime.engine().settings.fusion_threshold == 1000
         parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(4)]
@@ -182,12 +168,8 @@ def test_settings_that_decide_the_layout_are_those_of_rank_0(hvd):
                 one.grad = torch.full((200,), float(rank))
             optimizer.step()
         assert all(one[0].item() == -2 * (size - 1) / 2 for one in parameters)
-    finally:
-        hvd.shutdown()
-        os.environ.pop("HOROVOD_FUSION_THRESHOLD")
-        if before is not None:
-            os.environ["HOROVOD_FUSION_THRESHOLD"] = before
-        hvd.init()
+    hvd.shutdown()
+    hvd.init()
 
 
 def test_different_static_process_sets_are_an_error_on_every_rank(hvd):
@@ -201,71 +183,18 @@ def test_different_static_process_sets_are_an_error_on_every_rank(hvd):
     good_allreduce(hvd)
 
 
-def test_an_engine_of_the_parent_is_not_used_by_a_fork(hvd):
-    child = os.fork()
-    if child == 0:
-        measured.exited(0 if not _usable(hvd) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    good_allreduce(hvd)
-
-
-def test_a_fork_cannot_wait_for_what_its_parent_began(hvd):
-    if hvd.size() == 1:
-        good_allreduce(hvd)  # ends before anybody could fork
-        return
-    if hvd.rank() == 0:
-        handle = hvd.allreduce_async(torch.ones(3), name="begun", op=hvd.Sum)
-        child = os.fork()
-        if child == 0:
-            measured.exited(0 if _refused(hvd, handle) else 1)
-        assert os.waitpid(child, 0)[1] == 0
-    hvd.barrier()
-    if hvd.rank() != 0:
-        handle = hvd.allreduce_async(torch.ones(3), name="begun", op=hvd.Sum)
-    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
-
-
-def _refused(hvd, handle) -> bool:
-    try:
-        hvd.synchronize(handle)
-    except hvd.HorovodInternalError as error:
-        return "was forked from" in str(error)
-    return False
-
-
-def _usable(hvd) -> bool:
-    try:
-        hvd.allreduce(torch.ones(3), name="in.a.fork")
-    except hvd.HorovodInternalError as error:
-        return "was forked from" not in str(error)
-    return True
-
-
-def test_a_smaller_job_may_be_without_rank_0_which_calls_nothing_meanwhile(hvd):
+def test_some_ranks_make_a_smaller_job_while_others_call_nothing(hvd):
     size, rank = hvd.size(), hvd.rank()
     hvd.shutdown()
-    if rank > 0:
-        hvd.init(comm=list(range(1, size)))
-        assert (hvd.rank(), hvd.size()) == (rank - 1, size - 1)
-        good_allreduce(hvd)
-        hvd.shutdown()
+    for members in (list(range(1, size)), list(range(max(1, size - 1)))):  # without rank 0, and without the last one
+        if rank in members:  # only these call init
+            hvd.init(comm=members)
+            assert (hvd.rank(), hvd.size()) == (members.index(rank), len(members))
+            good_allreduce(hvd)
+            hvd.shutdown()
+        elif rank > 0:
+            with pytest.raises(ValueError, match=f"rank {rank} is not among"):
+                hvd.init(comm=members)
     hvd.init()
     good_allreduce(hvd)
     assert (hvd.rank(), hvd.size()) == (rank, size)
-
-
-def test_a_list_of_ranks_makes_a_smaller_job(hvd):
-    size, rank = hvd.size(), hvd.rank()
-    hvd.shutdown()
-    members = list(range(max(1, size - 1)))
-    if rank in members:  # only these call init
-        hvd.init(comm=members)
-        assert (hvd.rank(), hvd.size()) == (rank, len(members))
-        good_allreduce(hvd)
-        hvd.shutdown()
-    else:
-        with pytest.raises(ValueError, match=f"rank {rank} is not among"):
-            hvd.init(comm=members)
-    hvd.init()
-    good_allreduce(hvd)
-    assert np.isclose(hvd.size(), size)

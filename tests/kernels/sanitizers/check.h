@@ -79,8 +79,7 @@ class Buffer {
     std::size_t nbytes_;
 };
 
-// Bell, Post, Staged and Heartbeat with ``ranks`` threads as ranks.
-void run_bells(std::uint64_t seed, std::size_t ranks, std::size_t rounds);
+// Post, Staged and Heartbeat, with their bells, with ``ranks`` threads as ranks.
 void run_posts(std::uint64_t seed, std::size_t ranks, std::size_t messages);
 void run_staged(std::uint64_t seed, std::size_t ranks, std::size_t operations);
 // Heartbeats that share counters, and are connected.

@@ -19,7 +19,6 @@ int main(int count, char** arguments) {
         run_arena(seed, rounds);
     } else {
         for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
-            run_bells(seed + ranks, ranks, 10 * rounds);
             run_posts(seed + ranks, ranks, rounds);
             run_staged(seed + ranks, ranks, rounds);
             run_heartbeats(ranks, 5);
