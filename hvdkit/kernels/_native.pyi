@@ -14,13 +14,7 @@ def reduce_into(
 def scale_into(destination: Array, source: Array, factor: float | Scale) -> None: ...
 def convert_into(destination: Array, source: Array) -> None: ...
 def quantise_into(
-    codes: Array,
-    scales: Array,
-    values: Array,
-    residual: Array | None,
-    bits: int,
-    block: int,
-    seed: int | None = None,
+    codes: Array, scales: Array, values: Array, residual: Array | None, bits: int, block: int, seed: int | None = None
 ) -> None: ...
 def dequantise_into(
     out: Array, codes: Array, scales: Array, bits: int, block: int, scale: float = 1.0, accumulate: bool = False

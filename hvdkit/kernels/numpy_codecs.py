@@ -24,13 +24,7 @@ _LANES = 16
 
 
 def quantise_into(
-    codes: Array,
-    scales: Array,
-    values: Array,
-    residual: Array | None,
-    bits: int,
-    block: int,
-    seed: int | None = None,
+    codes: Array, scales: Array, values: Array, residual: Array | None, bits: int, block: int, seed: int | None = None
 ) -> None:
     """Encode ``v = values + residual`` as integers of 8 or 4 bits, and keep the error in the residual.
 

@@ -13,7 +13,7 @@ from hvdkit.environments.base import World
 from hvdkit.environments.libraries import use_the_wire_both_ways
 from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport
-from hvdkit.transports.last_resort import ends_process_after
+from hvdkit.transports.waiters import ends_process_after
 
 logger = logging.getLogger("hvdkit")
 
