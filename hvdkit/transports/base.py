@@ -26,7 +26,6 @@ class Transfer(Protocol):
 
     def done(self) -> bool:
         """True when the buffer may be used again. Raises PeerLostError if the peer's connection broke."""
-        ...
 
 
 def aligned_empty(nbytes: int, alignment: int = CACHE_LINE) -> Bytes:

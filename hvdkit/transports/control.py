@@ -59,9 +59,9 @@ class ControlConnections:
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._rings, self._rung = socket.socketpair()
-        for end in (listener, self._rings, self._rung):
-            end.setblocking(False)
+        self._rings.setblocking(False)
         for end in (listener, self._rung):
+            end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ)
         _SERVED.add(self)
         self._thread = threading.Thread(target=self._serve, name="hvdkit-control", daemon=True)
@@ -128,9 +128,8 @@ class ControlConnections:
             self._serve_until_closed()
         except Exception as error:  # a defect, or a limit of this process: threads that wait for messages must learn it
             logger.exception("connections for control messages failed")
-            for peer in list(self._links):
-                if not self._closing:
-                    self._lose(peer, f"the thread of this rank that serves connections failed: {error!r}")
+            for peer in list(self._links) if not self._closing else ():
+                self._lose(peer, f"the thread of this rank that serves connections failed: {error!r}")
         finally:
             _SERVED.discard(self)
             for link in list(self._open):
@@ -290,5 +289,11 @@ class ControlConnections:
 
 
 _SERVED: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
-# Else a connection that a forked child has, too, would not end when its parent does.
-os.register_at_fork(after_in_child=lambda: [connections.close_copies() for connections in list(_SERVED)])
+
+
+def _close_copies() -> None:
+    for connections in list(_SERVED):
+        connections.close_copies()
+
+
+os.register_at_fork(after_in_child=_close_copies)  # else a connection of a parent would outlive it in the child

@@ -23,13 +23,11 @@ from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
 from hvdkit.transports.control import ControlConnections
 from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.link import MESSAGE, PAIR
-from hvdkit.transports.security.admission import Admission, prove
+from hvdkit.transports.security.admission import NEVER, Admission, prove
 from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, Waiters, ends_process_after
 
 logger = logging.getLogger("hvdkit")
 
-# Gloo breaks every connection when one of its own waits times out; deadlines are the engine's, per peer.
-NEVER = timedelta(days=3650)
 PROOF_TAG = 1 << 26  # above every tag of a collective
 # Gloo waits this long for the peer of a new connection, whose Python may be busy.
 CONNECTING_SECONDS = 600.0

@@ -8,8 +8,7 @@
   integers, int16, and optimizers whose parameters are on several devices.
 
 The engine knows no framework: to it, a buffer of a device is opaque (``DeviceCollectives`` in ``transports/base.py``).
-Buckets have DistributedDataParallel's size here, since the host's measurements say nothing about NCCL. A CUDA graph
-cannot capture an operation: ``cuda_mark`` refuses. A capture in PyTorch's default mode also ends if another thread
-queries an event, as the engine's thread does while an operation is in flight: capture when no operation is, or with
-``capture_error_mode="thread_local"``.
+Buckets have DistributedDataParallel's size here. A CUDA graph cannot capture an operation: ``cuda_mark`` refuses. A
+capture in PyTorch's default mode also ends if another thread queries an event, as the engine's thread does while an
+operation is in flight: capture when no operation is, or with ``capture_error_mode="thread_local"``.
 """

@@ -40,7 +40,7 @@ STRANGERS = (
     "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
     "see SECURITY.md."
 )
-NEVER = timedelta(days=3650)
+NEVER = timedelta(days=3650)  # Gloo breaks every connection when a wait times out; deadlines are the engine's, per peer
 _ADDRESS = struct.Struct("<46sH")  # host and port
 LEADER = "rank 0"  # the key of rank 0's word, whose nonce is the attempt's name
 ANSWER = "met"
@@ -89,7 +89,6 @@ def admit(
 
 
 def pack_address(address: Address) -> bytes:
-    """Return an address in a fixed number of bytes."""
     return _ADDRESS.pack(address[0].encode(), address[1])
 
 
@@ -133,7 +132,6 @@ class Authenticator:
 
 
 def introduction_key(rank: int) -> str:
-    """Return the key and label of a rank's introduction."""
     return f"here/{rank}"
 
 
