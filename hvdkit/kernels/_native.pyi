@@ -2,8 +2,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from hvdkit.kernels.dtypes import Array
-from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.kernels.scale import Scale
+from hvdkit.kernels.reduce_op import ReduceOp, Scale
 
 def reduce_into(
     destination: Array | list[Array] | tuple[Array, ...],
@@ -46,7 +45,7 @@ def reconstruct_into(
 def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum: float) -> bool: ...
 
 class DefaultFloats:
-    """See hvdkit.kernels.numpy_floats.DefaultFloats."""
+    """See hvdkit.kernels.numpy_kernels.DefaultFloats."""
 
     def __init__(self) -> None: ...
     def __enter__(self) -> None: ...

@@ -1,7 +1,6 @@
 """The choice of the transport of a job: the one asked for, or the first candidate that suits and is available.
 
-A candidate tells why it is unavailable, without importing its library, so that ``hvdkitrun`` can use this module; the
-contract of transports is in ``base``.
+A candidate tells why it is unavailable without importing its library, so that ``hvdkitrun`` can use this module.
 """
 
 from __future__ import annotations
@@ -180,10 +179,7 @@ def candidate(name: str) -> Candidate:
 
 
 def choose(job: Job) -> tuple[Candidate, str]:
-    """Return the candidate that carries ``job``, and the reason.
-
-    Raises TransportUnavailableError that says what is missing and what to do.
-    """
+    """Return the candidate that carries ``job``, and the reason. Raises TransportUnavailableError with what to do."""
     world = job.world
     if world.size == 1 and not (job.requested != AUTO and candidate(job.requested).carries_one_rank):
         return _SOLO, "one rank"
@@ -204,10 +200,7 @@ def choose(job: Job) -> tuple[Candidate, str]:
 
 
 def open_transport(job: Job, members: Sequence[int] | None = None) -> Transport:
-    """Choose and open the transport. Collective over ``members`` of the job's world (all ranks, if None).
-
-    A rank of the transport is an index in ``members``.
-    """
+    """Choose and open the transport over ``members`` (all ranks, if None), whose indices are its ranks. Collective."""
     chosen, _ = choose(job)
     if members is not None:
         job = replace(job, world=job.world.part(members))

@@ -68,10 +68,9 @@ class DeviceCollectives(ABC):
 
     @abstractmethod
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> Any:
-        """Return a codec's arrays of these names on the device for a flat buffer, zeros at first.
+        """Return a codec's arrays of these names on the device, zeros at first, without the elements ``gaps``.
 
-        ``gaps``: elements that belong to no tensor. The result can ``pull`` the arrays into a CodecState of the host,
-        and ``push`` them to the device.
+        The result can ``pull`` the arrays into a CodecState of the host, and ``push`` them to the device.
         """
 
     @abstractmethod
@@ -134,8 +133,7 @@ class HostCopies(ABC):
 class Transport(ABC):
     """A transport of bytes between the ranks of a job. Nothing here blocks.
 
-    Data messages match by (peer, tag) in the order in which they were posted. Control messages from one peer arrive in
-    the order in which they were sent.
+    Data messages match by (peer, tag) in the order in which they were posted. Control messages of a peer stay in order.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Control messages over sockets: two ranks connect when one of them has a message, and one thread serves all.
 
-Both ends prove to each other that they belong to the session (``security/credentials``) before anything else that
-comes over the connection is read. The end of a connection tells at once that its rank is lost.
+Both ends prove that they belong to the session (``security/credentials``) before anything else that comes is read. The
+end of a connection tells at once that its rank is lost.
 """
 
 from __future__ import annotations

@@ -101,8 +101,7 @@ class _Pair:
 class GlooTransport(Transport):
     """A transport between the ranks of ``group``, a ProcessGroupGloo that connects late and that nothing else uses.
 
-    ``store`` is the store of ``group``. Other ranks open connections for control messages to ``listener``; they
-    listen at the addresses of ``admission``.
+    Ranks open connections for control messages to the listeners of ``admission``; ``listener`` is this rank's.
     """
 
     name = "gloo"
@@ -262,10 +261,7 @@ class GlooTransport(Transport):
 
 
 def open_gloo(store: Any, rank: int, size: int, addresses: Sequence[str], timeout_seconds: float) -> Any:
-    """Return a ProcessGroupGloo that listens at the addresses, and connects two ranks when both use it.
-
-    Raises TransportUnavailableError.
-    """
+    """Return a ProcessGroupGloo that connects two ranks when both use it. Raises TransportUnavailableError."""
     gloo: Any = dist.ProcessGroupGloo  # the stubs lack its point-to-point calls
     options = gloo._Options()
     options._timeout = timedelta(seconds=CONNECTING_SECONDS)

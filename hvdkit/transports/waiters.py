@@ -1,10 +1,9 @@
 """Blocking calls of libraries: daemon threads that wait in them, and deadlines for calls that have none.
 
-Gloo tells that a transfer is complete only to a thread that waits for that transfer. Two ranks mostly post their
-transfers in the same order, and each connection completes them in that order, so a single thread that waits for one
-transfer after the other sees each completion in time, at a fraction of the switches between threads. The order may also
-differ: a peer may post the awaited transfer only after this rank has seen a later transfer complete.
-Therefore ``Waiters.relieve`` gives a thread to each queued call as soon as no call has returned for a while.
+Gloo tells that a transfer is complete only to a thread that waits for that transfer. Each connection mostly completes
+transfers in the order in which they were posted, so a single thread that waits for one after the other sees each
+completion in time, at a fraction of the switches between threads. But a peer may post the awaited transfer only after
+this rank has seen a later one complete: ``Waiters.relieve`` gives a thread to each queued call while none returns.
 """
 
 from __future__ import annotations
@@ -145,8 +144,8 @@ class TimedCall(Generic[T]):
 def ends_process_after(seconds: float, message: str) -> Iterator[None]:
     """End this process, with ``message`` and status 1, if the block takes longer than ``seconds``.
 
-    For a call that lets no other Python thread run, as starting MPI. ``faulthandler``, the fallback without native
-    kernels, prints a traceback instead of the message, and its only alarm may be in use by the user.
+    For calls that let no Python thread run. Without native kernels, faulthandler prints a traceback in place of the
+    message, and takes the user's alarm.
     """
     seconds = min(seconds, LONGEST_SECONDS)
     try:

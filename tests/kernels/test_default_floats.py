@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdkit.kernels import ReduceOp, Scale, numpy_codecs, numpy_kernels, numpy_low_rank, numpy_sparse
+from hvdkit.kernels import ReduceOp, Scale, numpy_codecs, numpy_kernels, numpy_sparse
 from tests.kernels.arrays import native, needs_native
 
 TINY, TWICE = np.float32(1e-40), np.float32(2e-40)  # nothing may be computed from them in here
@@ -16,7 +16,7 @@ class Numpy:
     """The twins, in one place as in the native module."""
 
     def __getattr__(self, name):
-        modules = (numpy_kernels, numpy_codecs, numpy_low_rank, numpy_sparse)
+        modules = (numpy_kernels, numpy_codecs, numpy_sparse)
         return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

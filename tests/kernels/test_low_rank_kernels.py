@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from hvdkit import kernels
-from hvdkit.kernels import numpy_low_rank
+from hvdkit.kernels import numpy_codecs
 
 native = pytest.mark.skipif(kernels.backend() != "native", reason="the native kernels were not built")
-BOTH = [pytest.param(kernels, marks=native, id="native"), pytest.param(numpy_low_rank, id="numpy")]
+BOTH = [pytest.param(kernels, marks=native, id="native"), pytest.param(numpy_codecs, id="numpy")]
 SHAPES = [(1, 1, 1), (1, 40, 1), (40, 1, 1), (5, 17, 2), (33, 48, 4), (100, 70, 5), (64, 1100, 7), (3, 530, 3)]
 
 
@@ -33,7 +33,7 @@ def steps(module: ModuleType, rows: int, cols: int, rank: int) -> list[np.ndarra
 @native
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
 def test_native_and_numpy_give_the_same_bits(rows: int, cols: int, rank: int) -> None:
-    for ours, theirs in zip(steps(kernels, rows, cols, rank), steps(numpy_low_rank, rows, cols, rank), strict=True):
+    for ours, theirs in zip(steps(kernels, rows, cols, rank), steps(numpy_codecs, rows, cols, rank), strict=True):
         assert ours.tobytes() == theirs.tobytes()
 
 
@@ -53,7 +53,7 @@ def added(
 def test_what_is_added_has_the_same_bits_and_those_of_two_passes(
     rows: int, cols: int, rank: int, odd: tuple[int, float] | None
 ) -> None:
-    ours, theirs = (added(module, rows, cols, rank, odd) for module in (kernels, numpy_low_rank))
+    ours, theirs = (added(module, rows, cols, rank, odd) for module in (kernels, numpy_codecs))
     assert ours[0] == theirs[0] == (odd is None)
     assert ours[1].tobytes() == theirs[1].tobytes()
     if odd is not None:

@@ -1,9 +1,8 @@
 """Collectives on tensors of one kind of device, over a torch process group that hvdkit alone uses (NCCL for CUDA).
 
 A collective is launched as a whole, copies and arithmetic included, on a stream of the group's own, behind the marks of
-the threads that wrote its inputs. So the process group sees its operations in the order in which the engine started
-them, which is the same on all ranks. Nothing here blocks. An operation is done when the host has seen the stream pass
-its end, so that its results may be read on any stream.
+the threads that wrote its inputs: in the order in which the engine starts it, the same on all ranks. An operation is
+done when the host has seen the stream pass its end, so that its results may be read on any stream.
 """
 
 from __future__ import annotations
@@ -173,10 +172,7 @@ class TorchDeviceCollectives(DeviceCollectives):
             rescale_(flat, scale)
 
     def _reduce_halves(self, flat: Tensor, wire: torch.dtype, op: ReduceOp, scale: Scale, wait: Wait) -> None:
-        """Reduce in two phases as on the host: exchange chunks, reduce one in fp32 (fp64 for doubles), gather all.
-
-        The process group's own allreduce would round to 16 bits after each addition.
-        """
+        """Reduce as on the host: exchange chunks, reduce one in fp32 (fp64 for doubles), gather all, rounded once."""
         count = flat.numel()
         chunk = -(-count // self._size)
         outgoing = torch.zeros(chunk * self._size, dtype=wire, device=flat.device)

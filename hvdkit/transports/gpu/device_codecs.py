@@ -216,8 +216,7 @@ def _shifts(device: torch.device) -> Tensor:
 class Largest(Coder):
     """A coder of a fixed number of each row's values, padded to that number, so that ranks know a payload's size.
 
-    torch's operations take the largest values. Triton's kernels take the values above a threshold, and then the first
-    values that are at most 1.5 % below it.
+    Triton's kernels take the values above a threshold, and then the first values that are at most 1.5 % below it.
     """
 
     def __init__(self, codec: TopK, turn: int, rank: int) -> None:

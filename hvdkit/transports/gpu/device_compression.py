@@ -1,8 +1,7 @@
-"""Encoded sums of tensors of a device, with error feedback: launched without waiting for any result.
+"""Encoded sums of tensors of a device, with the error feedback of hvdkit.collectives.compressed.
 
-All ranks know the sizes of payloads in advance, so the host reads nothing from the device. Error feedback is that of
-hvdkit.collectives.compressed. Where a value is not finite, a value near it is decoded as not finite, and the residual
-stays.
+All ranks know the sizes of payloads in advance, so the host reads nothing from the device. Where a value is not finite,
+a value near it is decoded as not finite, and the residual stays.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def nccl_version() -> int:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return a name of this GPU that differs from all others, of other hosts too (by NCCL_HOSTID, as for NCCL).
+    """Return a name of this GPU, unlike those of others. Hosts differ by NCCL_HOSTID, as for NCCL.
 
     With a different NCCL_HOSTID on each rank, ranks can share a GPU by NCCL, which then sends over a network.
     """

@@ -1,9 +1,8 @@
 """Streams of a device, on which work runs in order beside the threads of the training script, and copies on them.
 
 Copies are between tensors of a GPU and a block of host memory, which is page-locked, so that the GPU copies without the
-processor. The block may be memory of the node: its ranks then sum in the memory that the GPU has written. A bucket is
-copied when it is complete, so that no hook waits for the GPU: a blocking copy in each hook would delay the thread that
-launches kernels. The gain was not measured yet.
+processor. The block may be memory of the node, in which its ranks then sum. A bucket is copied when it is complete: a
+blocking copy in each hook would delay the thread that launches kernels. The gain was not measured yet.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def encode(
 ) -> None:
     """Write payloads of rows of float32 values plus the residual ``kept``, and the new residual into ``left``.
 
-    ``payloads`` has rows of bytes, a multiple of 4: a float32 for each block, then ``bits`` for each element: 8 or 4 of
-    a whole number, or 1 of a sign. The elements behind the first ``valid`` elements of all rows are zeros.
+    ``payloads``, rows of bytes, a multiple of 4, have a float32 for each block, then ``bits`` for each element. The
+    elements behind the first ``valid`` elements of all rows are zeros.
     """
     (blocks, grid, constants), words = _shape(values, block), payloads.view(torch.int32)
     arguments = (values, kept, words, left, values.shape[1], valid, blocks, words.shape[1])

@@ -63,11 +63,8 @@ def admit(
 ) -> Admission:
     """Wait at ``store`` until every rank is there, so that connecting cannot wait for a rank that never started.
 
-    ``credentials`` are of the job's secret, if it has one. ``generation`` is how often this process has called
-    ``hvd.init()``. This rank listens at ``address``.
-
-    Raises TransportUnavailableError that names ranks which did not come, AuthenticationError that names a rank which
-    does not know the secret.
+    ``credentials`` are of the job's secret, if it has one; this rank listens at ``address``. Raises
+    TransportUnavailableError or AuthenticationError that names ranks which did not come, or do not know the secret.
     """
     authenticator = Authenticator(world.rank, credentials)
     late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
@@ -143,8 +140,7 @@ def digest(words: Sequence[bytes]) -> bytes:
 class _Attempt:
     """The introduction of this rank to the others, with its fresh ``nonce``.
 
-    ``lead`` and ``follow`` return the attempt's part of the store and all introductions, sealed, when every rank is
-    there, and raise the errors of ``admit``.
+    ``lead`` and ``follow`` return the attempt's part of the store and all introductions, sealed.
     """
 
     def __init__(self, store: Any, world: World, nonce: bytes, address: Address, authenticator: Authenticator) -> None:
@@ -237,9 +233,9 @@ def _missing(store: Any, keys: Sequence[str]) -> list[int]:
 
 
 def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, connected: Callable[[], None]) -> None:
-    """Exchange proofs with a peer over a connection of Gloo's, however long that takes.
+    """Exchange proofs with a peer over a connection of Gloo's, and call ``connected`` when it is made.
 
-    Calls ``connected`` when there is a connection. Raises AuthenticationError, RuntimeError where it breaks.
+    Raises AuthenticationError, RuntimeError where it breaks.
     """
     own = np.frombuffer(bytearray(session.shown_by(rank, to=peer)), dtype=np.uint8)
     peers = np.zeros(TAG_BYTES, dtype=np.uint8)

@@ -72,10 +72,7 @@ def _proof(session: Credentials, label: str, initiator: int, responder: int, *no
 
 
 def initiate(session: Credentials, me: int, peer: int, send: Callable[[bytes], object]) -> Generator[int, bytes, None]:
-    """Prove to ``peer`` to be rank ``me``; yields the bytes to be received next.
-
-    Raises NotAuthenticError if the answer is not from ``peer``.
-    """
+    """Prove to ``peer`` to be rank ``me``; yields the bytes to be received next. Raises NotAuthenticError."""
     nonce = new_nonce()
     send(_HELLO.pack(me, nonce))
     peers_nonce, proof = _ANSWER.unpack((yield ANSWER_BYTES))
@@ -89,7 +86,7 @@ def respond(
 ) -> Generator[int, bytes, int]:
     """Answer the ``hello`` of a process as rank ``me`` of ``size``, and return the rank that it proves to be.
 
-    Yields the bytes to be received next. Raises NotAuthenticError if the process is no rank of the session.
+    Yields the bytes to be received next. Raises NotAuthenticError.
     """
     nonce = new_nonce()
     rank, peers_nonce = _HELLO.unpack(hello)

@@ -20,15 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.link import AT_ONCE, Incoming, Reader, receive
-from hvdkit.transports.security.credentials import (
-    ANSWER_BYTES,
-    HELLO_BYTES,
-    PROOF_BYTES,
-    Credentials,
-    NotAuthenticError,
-    initiate,
-    respond,
-)
+from hvdkit.transports.security.credentials import HELLO_BYTES, Credentials, NotAuthenticError, initiate, respond
 
 STORE = (1 << 32) - 1  # the server's number in proofs, which no rank has
 SET, GET, CHECK = range(3)
@@ -153,7 +145,7 @@ class StoreServer:
     def _receive(self, client: _Client) -> bool:
         """Receive from a connection. Returns True if it may stay."""
         try:
-            data = client.connection.recv(AT_ONCE if client.is_admitted else HELLO_BYTES + PROOF_BYTES)
+            data = client.connection.recv(AT_ONCE if client.is_admitted else HELLO_BYTES)
             client.feed(data)
             return bool(data)
         except (OSError, NotAuthenticError):
@@ -244,8 +236,7 @@ class RendezvousStore(Store):
 def connect(session: Credentials, me: int, address: tuple[str, int], timeout_seconds: float) -> RendezvousStore:
     """Connect to the store of rank 0, which may start later.
 
-    Raises AuthenticationError if the process that listens there does not know the secret, OSError if none admits this
-    rank in time.
+    Raises AuthenticationError if the listener does not know the secret, OSError if it does not admit this rank in time.
     """
     deadline = monotonic() + timeout_seconds
     while True:
@@ -255,9 +246,8 @@ def connect(session: Credentials, me: int, address: tuple[str, int], timeout_sec
                 connection = unless_connected.enter_context(socket.create_connection(address, timeout=seconds))
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 handshake = initiate(session, me, STORE, connection.sendall)
-                next(handshake)
                 with contextlib.suppress(StopIteration):
-                    handshake.send(receive(connection, ANSWER_BYTES))
+                    handshake.send(receive(connection, next(handshake)))
                 connection.settimeout(timeout_seconds)
                 unless_connected.pop_all()
                 return RendezvousStore(connection, timeout_seconds)
