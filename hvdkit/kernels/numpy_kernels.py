@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.kernels.dtypes import BFLOAT16, HALVES, Array
+from hvdkit.kernels.dtypes import BFLOAT16, HALVES, Array, Arrays
 from hvdkit.kernels.reduce_op import ONE, ReduceOp, Scale
 
 CHUNK = 1 << 15  # elements at a time, so that temporaries stay in the cache
@@ -46,12 +46,7 @@ class DefaultFloats:
             _LIBRARY.fesetenv(self._before)
 
 
-def reduce_into(
-    destination: Array | list[Array] | tuple[Array, ...],
-    sources: list[Array] | tuple[Array, ...],
-    op: ReduceOp,
-    scale: float | Scale = 1.0,
-) -> None:
+def reduce_into(destination: Array | Arrays, sources: Arrays, op: ReduceOp, scale: float | Scale = 1.0) -> None:
     """Compute ``destination[i] = scale * (sources[0][i] op sources[1][i] op ...)``, in the order of the sources.
 
     ``destination`` may be among the sources, or several arrays that do not overlap and all get the result.
@@ -105,10 +100,8 @@ def _widened(values: Array) -> Array:
 def _combined(op: ReduceOp, a: Array, b: Array) -> Array:
     if a.dtype == np.bool_:
         return (a | b) if op in (ReduceOp.SUM, ReduceOp.MAX) else (a & b)
-    if op == ReduceOp.SUM:
-        return np.asarray(a + b)
-    if op == ReduceOp.PRODUCT:
-        return np.asarray(a * b)
+    if op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        return np.asarray(a + b if op == ReduceOp.SUM else a * b)
     # Not numpy.minimum: which of -0.0 and 0.0 it takes depends on the processor.
     better = a < b if op == ReduceOp.MIN else a > b
     return np.where(better | (a != a), a, b)

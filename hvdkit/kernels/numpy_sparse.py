@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.kernels.dtypes import Array
+from hvdkit.kernels.dtypes import Array, Arrays
 from hvdkit.kernels.numpy_codecs import random_words
 from hvdkit.kernels.numpy_kernels import CHUNK, DefaultFloats, scale_into
 from hvdkit.kernels.reduce_op import Scale
@@ -56,12 +56,7 @@ def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1
         out[indices] += values * np.float32(scale)
 
 
-def sum_pairs_into(
-    out: Array,
-    indices: list[Array] | tuple[Array, ...],
-    values: list[Array] | tuple[Array, ...],
-    scale: float | Scale = 1.0,
-) -> None:
+def sum_pairs_into(out: Array, indices: Arrays, values: Arrays, scale: float | Scale = 1.0) -> None:
     """Compute ``out = scale * (zeros + values[0] at indices[0] + values[1] at indices[1] ...)``.
 
     Indices (uint32) ascend in each array, and a sum is scaled as in ``reduce_into``. Raises ValueError for indices that

@@ -170,9 +170,8 @@ def register(new: Candidate) -> None:
 
 def candidate(name: str) -> Candidate:
     """Return the candidate of that name. Raises TransportUnavailableError if none is registered."""
-    for registered in _candidates:
-        if registered.name == name:
-            return registered
+    if named := [registered for registered in _candidates if registered.name == name]:
+        return named[0]
     raise TransportUnavailableError(
         f"there is no transport {name!r}.\nHINT: import what registers it before hvd.init()."
     )
@@ -181,10 +180,10 @@ def candidate(name: str) -> Candidate:
 def choose(job: Job) -> tuple[Candidate, str]:
     """Return the candidate that carries ``job``, and the reason. Raises TransportUnavailableError with what to do."""
     world = job.world
-    if world.size == 1 and not (job.requested != AUTO and candidate(job.requested).carries_one_rank):
+    requested = None if job.requested == AUTO else candidate(job.requested)
+    if world.size == 1 and not (requested and requested.carries_one_rank):
         return _SOLO, "one rank"
-    if job.requested != AUTO:
-        requested = candidate(job.requested)
+    if requested:
         if problem := requested.unavailable(job):
             raise TransportUnavailableError(f"HVDKIT_TRANSPORT={requested.name} {problem}")
         return requested, "HVDKIT_TRANSPORT"

@@ -38,13 +38,13 @@ SMALL_BYTES = 1 << 16
 class GlooTransfer:
     """A send or receive of the process group, which a waiter thread completes; see ``GlooTransport.watch``."""
 
-    __slots__ = ("_begun", "_error", "_finished", "_work", "buffer", "peer")
+    __slots__ = ("_error", "_finished", "_work", "begun", "buffer", "peer")
 
     def __init__(self, buffer: Bytes, peer: int) -> None:
         self.peer = peer
         self.buffer = buffer  # Gloo reads or writes it until the work is done
         self._work: Any = None
-        self._begun: threading.Event | None = None
+        self.begun: threading.Event | None = None  # where ``wait`` blocks until ``begin`` or ``fail`` is called
         self._finished = False
         self._error: Exception | None = None
 
@@ -54,23 +54,19 @@ class GlooTransfer:
             self._work = call([torch.from_numpy(self.buffer)], self.peer, tag)
         except RuntimeError as error:
             self._error = error
-        if self._begun is not None:
-            self._begun.set()
-
-    def wait_for_connection(self) -> None:
-        """Have ``wait`` block until ``begin`` or ``fail`` is called."""
-        self._begun = threading.Event()
+        if self.begun is not None:
+            self.begun.set()
 
     def fail(self, error: Exception) -> None:
         """Keep ``error`` for ``done()``: the connection was not made."""
         self._error = error
-        if self._begun is not None:
-            self._begun.set()
+        if self.begun is not None:
+            self.begun.set()
 
     def wait(self) -> None:
         """Block until done, on a waiter thread. An error is kept for ``done()``."""
-        if self._begun is not None:
-            self._begun.wait()
+        if self.begun is not None:
+            self.begun.wait()
         if self._work is not None:
             try:
                 self._work.wait(NEVER)
@@ -139,7 +135,7 @@ class GlooTransport(Transport):
                     transfer.fail(pair.error)
                     return transfer
                 if not pair.is_open:
-                    transfer.wait_for_connection()
+                    transfer.begun = threading.Event()
                     pair.waiting.append((transfer, call, tag))
                     if not pair.is_wanted:
                         pair.is_wanted = True

@@ -24,8 +24,7 @@ Wait = Callable[[], None]
 
 STANDARD_ERROR = 2  # sys.stderr may be no file, as in a notebook
 LONGEST_SECONDS = 1e6  # faulthandler takes no more
-# The store of torch.distributed breaks its own deadlines while the rank that serves it is stopped. It is given so many
-# seconds more.
+# More for the store of torch.distributed, which breaks its deadlines while the rank that serves it is stopped.
 LONGEST_ANSWER_SECONDS = 2.0
 STOPPED = "HINT: see whether that process was stopped, and whether its host can still be reached."
 
@@ -41,8 +40,7 @@ class Waiters:
         self._name = name
         self._calls: SimpleQueue[Wait | None] = SimpleQueue()  # for idle threads; None ends a thread
         self._lock = threading.Lock()
-        self._started = 0
-        self._idle = 0
+        self._started = self._idle = 0
         self._threads: set[threading.Thread] = set()
         self._queue: deque[Wait] = deque()  # calls for which it is not yet the turn
         self._in_turn = 0  # threads that take turns

@@ -27,7 +27,7 @@ logger = logging.getLogger("hvdkit")
 Encoded = tuple[Tensor, Tensor | None, Tensor | None]
 
 TRITON_DEVICES = {"cuda"}  # whose tensors Triton's kernels take
-# Elements of a block at most. A program holds a block in registers; a kernel for larger blocks compiles for minutes.
+# A program holds a block of so many elements in registers; a kernel for larger blocks compiles for minutes.
 LARGEST_TRITON_BLOCK = 8192
 NO_TRITON = (
     "codecs encode on the GPU by PyTorch's operations, which takes several times as long as by Triton's kernels, since "
@@ -35,8 +35,7 @@ NO_TRITON = (
 )
 
 
-# Elements of halves that are converted to a wider type at a time, to limit memory.
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # elements of halves that are converted to a wider type at a time, to limit memory
 
 
 def rescale_(flat: Tensor, scale: Scale) -> Tensor:

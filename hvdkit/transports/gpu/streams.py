@@ -73,8 +73,7 @@ class CudaEnd:
     """An event behind the last kernel, and the collectives before it, each of which NCCL may have given up."""
 
     def __init__(self, event: Any, works: list[Any]) -> None:
-        self._event = event
-        self._works = works
+        self._event, self._works = event, works
 
     def query(self) -> bool:
         if not self._event.query():

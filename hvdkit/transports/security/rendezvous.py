@@ -24,13 +24,11 @@ from hvdkit.transports.security.listening import addresses_for, listen, meeting_
 from hvdkit.transports.security.store import RendezvousStore, StoreServer, connect
 from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
-# By host and port. They live as long as the process: a second hvd.init(), also of some of the ranks, meets at the same
-# store, over the connections of the first.
+# By host and port, as long as the process lives: a second hvd.init(), also of some ranks, meets at the same store.
 _stores: dict[tuple[str, int], Any] = {}
 _servers: dict[tuple[str, int], StoreServer] = {}
 
-# More than an address ever needs, or an error that says why there is none.
-ADDRESS_BYTES = 1024
+ADDRESS_BYTES = 1024  # more than an address ever needs, or an error that says why there is none
 SECRET_BYTES = 32
 ADDRESS_TAG = MEETING_TAG + 1
 ADDRESS_LABEL = "where the store is"
@@ -147,9 +145,7 @@ def _rendezvous_by_mpi(world: World, generation: int, timeout_seconds: float) ->
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
         message[:] = (label + words.encode())[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
-    late = (
-        f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
-    )
+    late = f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring rank 0's meeting place.\n{STOPPED}"
     with ends_process_after(timeout_seconds, late):
         if world.rank == 0:
             sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, ADDRESS_TAG) for rank in world.launched[1:]]
@@ -178,8 +174,7 @@ def _parsed_rendezvous(words: bytes) -> Rendezvous:
 def _listening_rendezvous(address: str) -> Rendezvous:
     """Return the address of a new listener, with its descriptor. The store closes it."""
     listener = listen(address)
-    port = listener.getsockname()[1]
-    return Rendezvous("fd", address, port, listen_fd=listener.detach())
+    return Rendezvous("fd", address, listener.getsockname()[1], listen_fd=listener.detach())
 
 
 def _rendezvous_by_http(

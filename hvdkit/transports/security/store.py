@@ -184,8 +184,7 @@ class RendezvousStore(Store):
 
     def __init__(self, server: StoreServer | socket.socket, timeout_seconds: float) -> None:
         super().__init__()
-        self._server = server
-        self._timeout_seconds = timeout_seconds
+        self._server, self._timeout_seconds = server, timeout_seconds
         self.is_broken = False
         self._lock = threading.Lock()
 
