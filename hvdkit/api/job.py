@@ -18,7 +18,7 @@ from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
 from hvdkit.engine.telemetry.telemetry import CommunicationStatistics
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.transports.candidates import is_installed, succeeds
+from hvdkit.transports import is_installed, succeeds
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

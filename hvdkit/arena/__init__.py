@@ -6,10 +6,9 @@ that the ranks share; one line says why.
 
 - Allocations (``csrc/hook``): ``posix_memalign`` and ``free`` are replaced in the import table of PyTorch's libc10, and
   nowhere else. The arena serves allocations of registered parameters' sizes, from 64 KiB on, by a thread that is in a
-  backward pass. Another allocator, a sanitizer, a profiler, an unknown processor or another libc leaves no arena. So it
-  is on ARM: the aarch64 wheels of PyTorch (read for 2.13) have mimalloc inside libc10, which imports no
-  ``posix_memalign``; a PyTorch built there without mimalloc has the same table as on x86-64. ``HVDKIT_ARENA=0``
-  switches the arena off.
+  backward pass. Another allocator, a sanitizer, a profiler, an unknown processor or another libc leaves no arena; nor
+  do the aarch64 wheels of PyTorch (read for 2.13), which have mimalloc inside libc10. A PyTorch built there without
+  mimalloc has the same table as on x86-64.
 - Blocks (``csrc/arena``): whole pages, the best fit among those that the system has given already, else new ones that
   are populated at once, since touching memory that is not there would be fatal. A block that no step has needed for 64
   steps goes back to the system, and all free blocks when a lane is closed. glibc learns from the first large blocks
@@ -17,22 +16,19 @@ that the ranks share; one line says why.
   of each size, or activations would be faulted in page by page in each step (5 ms of 340).
 - Pins: a block that was handed over stays until all ranks are through with it, whatever becomes of the tensor
   (``share_memory_()`` and ``set_()`` swap a storage's pointer).
-- Hand-over (``torch/gradients/planned``): during the backward pass, as each gradient is complete. Where the ranks'
-  threads have every core of their one host, nothing is summed before the step is completed (``Lane.takes_turns``), and
-  all gradients are handed over then: a hook between two products of matrices finds nothing of ours in the caches, and
-  99 gradients took 3.7 ms that way and take 2.4.
+- Hand-over (``torch/gradients/planned``): during the backward pass, as each gradient is complete; where the ranks'
+  threads have every core of their one host, when the step is completed (``Lane.takes_turns``: 2.4 ms in place of 3.7
+  for 99 gradients), as for a gradient outside the arena, whose memory is not ours to keep.
 - Copies (``torch/gradients/layout``): a gradient whose storage another tensor holds too may still be read by the
-  backward pass, or be another parameter's gradient as well. It is copied, and gets its result when backward is over. A
-  gradient outside the arena is handed over only when the step is completed, since its memory is not ours to keep.
+  backward pass, or be another parameter's gradient as well. It is copied, and gets its result when backward is over.
 - A failed step: each rank first takes back that it was ready (``NodePass.withdraw``), so that a rank which read its
-  gradients since notices that before it passes its sums on (``withdrawn``). Then pinned blocks are moved out of the
-  file under the living tensors, to the same addresses, before anything goes on: a rank that was stopped in the middle
-  of a pass and continues later writes into pages that nobody has any more.
-- Forks: a child has the blocks as they were when it was forked, and none of the file. The parent copies the blocks that
-  tensors hold before it forks; for the next fork in the same step, as for the next worker of a DataLoader, it copies
-  only what differs, and the children share the rest. 100 MB take 10 ms more of a processor's time, 6 ms for the next
-  fork. Where there is no memory for the copy, a child that reads there ends with SIGSEGV. A child serves no
-  allocations, and other ranks' arenas are not mapped in it.
+  gradients since notices that before it passes its sums on. Then pinned blocks are moved out of the file under the
+  living tensors, to the same addresses: a rank that was stopped in the middle of a pass and continues later writes into
+  pages that nobody has any more.
+- Forks: a child has the blocks as they were when it was forked, and none of the file; it serves no allocations. The
+  parent copies the blocks that tensors hold before it forks; for the next fork in the same step, as for the next worker
+  of a DataLoader, it copies only what differs, and the children share the rest. 100 MB take 10 ms more of a processor's
+  time, 6 ms for the next fork. Where there is no memory for the copy, a child that reads there ends with SIGSEGV.
 """
 
 from __future__ import annotations
@@ -93,11 +89,9 @@ class Arena:
         import torch
 
         self._native.add_size(PROBE_BYTES)
-        try:
-            with self.serving():
-                address = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu").data_ptr()
-        finally:
-            self._native.remove_size(PROBE_BYTES)
+        with self.serving():
+            address = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu").data_ptr()
+        self._native.remove_size(PROBE_BYTES)
         return "" if self._native.contains(address) else "PyTorch's CPU allocator is another one"
 
     def complain(self, topology: Any) -> None:
@@ -120,10 +114,7 @@ class Arena:
             self._native.serve_this_thread(False)
 
     def add_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Serve allocations of these sizes in bytes, until each was removed as often as it was added.
-
-        Returns the sizes to be removed: none where there is no arena.
-        """
+        """Serve allocations of these sizes in bytes until each is removed as often. Returns the sizes to be removed."""
         if not self.is_open:
             return []
         for nbytes in sizes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 
 from hvdkit.kernels.dtypes import BFLOAT16, COMPLEX, DTYPES, FLOATS, HALVES, NAMES, as_real
-from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.kernels.scale import ONE, Scale
+from hvdkit.kernels.reduce_op import ONE, ReduceOp, Scale
 
 try:
     from hvdkit.kernels._native import (
@@ -33,21 +32,18 @@ try:
 
     _backend = "native"
 except ImportError as error:
-    from hvdkit.kernels.numpy_codecs import dequantise_into, quantise_into, sign_into, unsign_into
-    from hvdkit.kernels.numpy_kernels import (  # type: ignore[assignment]
-        DefaultFloats,
-        checksum,
-        convert_into,
-        reduce_into,
-        scale_into,
-    )
-    from hvdkit.kernels.numpy_low_rank import (
+    from hvdkit.kernels.numpy_codecs import (
         add_and_project_into,
+        dequantise_into,
         orthonormalise,
         project_back_into,
         project_into,
+        quantise_into,
         reconstruct_into,
+        sign_into,
+        unsign_into,
     )
+    from hvdkit.kernels.numpy_kernels import DefaultFloats, checksum, convert_into, reduce_into, scale_into  # type: ignore[assignment]
     from hvdkit.kernels.numpy_sparse import (
         abs_sample_into,
         momentum_into,
@@ -65,37 +61,3 @@ except ImportError as error:
 def backend() -> str:
     """Return the kind of the kernels in this process: "native" or "numpy"."""
     return _backend
-
-
-__all__ = [
-    "BFLOAT16",
-    "COMPLEX",
-    "DTYPES",
-    "FLOATS",
-    "HALVES",
-    "NAMES",
-    "ONE",
-    "DefaultFloats",
-    "ReduceOp",
-    "Scale",
-    "abs_sample_into",
-    "add_and_project_into",
-    "as_real",
-    "backend",
-    "checksum",
-    "convert_into",
-    "dequantise_into",
-    "momentum_into",
-    "orthonormalise",
-    "project_back_into",
-    "project_into",
-    "quantise_into",
-    "reconstruct_into",
-    "reduce_into",
-    "scale_into",
-    "scatter_add_into",
-    "select_into",
-    "sign_into",
-    "sum_pairs_into",
-    "unsign_into",
-]

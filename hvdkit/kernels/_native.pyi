@@ -2,8 +2,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from hvdkit.kernels.dtypes import Array
-from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.kernels.scale import Scale
+from hvdkit.kernels.reduce_op import ReduceOp, Scale
 
 def reduce_into(
     destination: Array | list[Array] | tuple[Array, ...],
@@ -14,13 +13,7 @@ def reduce_into(
 def scale_into(destination: Array, source: Array, factor: float | Scale) -> None: ...
 def convert_into(destination: Array, source: Array) -> None: ...
 def quantise_into(
-    codes: Array,
-    scales: Array,
-    values: Array,
-    residual: Array | None,
-    bits: int,
-    block: int,
-    seed: int | None = None,
+    codes: Array, scales: Array, values: Array, residual: Array | None, bits: int, block: int, seed: int | None = None
 ) -> None: ...
 def dequantise_into(
     out: Array, codes: Array, scales: Array, bits: int, block: int, scale: float = 1.0, accumulate: bool = False
@@ -52,7 +45,7 @@ def reconstruct_into(
 def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum: float) -> bool: ...
 
 class DefaultFloats:
-    """See hvdkit.kernels.numpy_floats.DefaultFloats."""
+    """See hvdkit.kernels.numpy_kernels.DefaultFloats."""
 
     def __init__(self) -> None: ...
     def __enter__(self) -> None: ...

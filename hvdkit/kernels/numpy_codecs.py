@@ -1,9 +1,13 @@
-"""The kernels of dense codecs in numpy, integers and signs with a scale a block: their specification and fallback.
+"""The kernels of dense codecs in numpy: their specification and fallback.
 
-All arithmetic is float32, with one rounding an operation. The scale of a block with a value that is not finite is NaN,
-which decodes to NaN.
+These are integers and signs with a scale a block, and low-rank factors. Arithmetic is float32 (dot products of
+``orthonormalise`` are float64), with one rounding an operation, in an order that no processor changes, so that each
+rank computes the same. The scale of a block with a value that is not finite is NaN, which decodes to NaN.
 
-Only the native code checks arguments; data of other ranks is checked here too.
+Arguments are checked as in ``numpy_kernels``; data of other ranks is checked here too.
+
+A low-rank factor is a flat array of vectors, one after the other: ``left`` has vectors as long as the matrix has rows,
+``right`` as long as it has columns. Matrices are flat, row by row.
 """
 
 from __future__ import annotations
@@ -13,10 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hvdkit.kernels.dtypes import Array
-from hvdkit.kernels.numpy_kernels import DefaultFloats
-
-# Elements at a time where blocks are smaller, so that temporaries stay in the cache.
-_CHUNK = 1 << 15
+from hvdkit.kernels.numpy_kernels import CHUNK, DefaultFloats
 
 _TINY = np.finfo(np.float32).tiny
 _NIBBLE_ZERO = 8
@@ -24,13 +25,7 @@ _LANES = 16
 
 
 def quantise_into(
-    codes: Array,
-    scales: Array,
-    values: Array,
-    residual: Array | None,
-    bits: int,
-    block: int,
-    seed: int | None = None,
+    codes: Array, scales: Array, values: Array, residual: Array | None, bits: int, block: int, seed: int | None = None
 ) -> None:
     """Encode ``v = values + residual`` as integers of 8 or 4 bits, and keep the error in the residual.
 
@@ -45,9 +40,6 @@ def quantise_into(
     Where the scale would be below the smallest normal float32 it is 0, and so are the codes: the residual keeps all.
     Where a v is not finite, or so large that ``L * scale`` overflows, the scale is NaN, the codes are 0, and the
     residual of that block stays as it was. ``residual`` may be None.
-
-    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap, ``bits``, ``block`` or
-    ``seed``.
     """
     with np.errstate(all="ignore"), DefaultFloats():
         for elements, blocks in _chunks(values.size, block):
@@ -65,10 +57,7 @@ def quantise_into(
 def dequantise_into(
     out: Array, codes: Array, scales: Array, bits: int, block: int, scale: float = 1.0, accumulate: bool = False
 ) -> None:
-    """Decode ``out = q * scales[b] * scale`` of codes of ``quantise_into``; with ``accumulate``, add to ``out``.
-
-    The errors are those of ``quantise_into``.
-    """
+    """Decode ``out = q * scales[b] * scale`` of codes of ``quantise_into``; with ``accumulate``, add to ``out``."""
     _expect(codes=(codes, -(-out.size * bits // 8)), scales=(scales, -(-out.size // block)))
     with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(scale)
@@ -88,7 +77,7 @@ def sign_into(packed: Array, scales: Array, values: Array, residual: Array | Non
     then j and j + 4, and so on. Then ``residual = v - scale`` or ``v + scale``, as the bit says.
 
     Where a v is not finite or the sum overflows, the scale is NaN, the bits are 0, and the residual of that block stays
-    as it was. ``residual`` may be None. The errors are those of ``quantise_into``.
+    as it was. ``residual`` may be None.
     """
     with np.errstate(all="ignore"), DefaultFloats():
         for elements, blocks in _chunks(values.size, block):
@@ -109,10 +98,7 @@ def sign_into(packed: Array, scales: Array, values: Array, residual: Array | Non
 def unsign_into(
     out: Array, packed: Array, scales: Array, block: int, scale: float = 1.0, accumulate: bool = False
 ) -> None:
-    """Decode plus or minus ``scales[b] * scale`` of bits of ``sign_into`` to ``out``; with ``accumulate``, add it.
-
-    The errors are those of ``quantise_into``.
-    """
+    """Decode plus or minus ``scales[b] * scale`` of bits of ``sign_into`` to ``out``; with ``accumulate``, add it."""
     _expect(packed=(packed, -(-out.size // 8)), scales=(scales, -(-out.size // block)))
     with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(scale)
@@ -125,10 +111,7 @@ def unsign_into(
 
 
 def random_words(counters: Array, seed: int) -> Array:
-    """Return a random uint32 for each of ``counters`` (uint32) and a seed.
-
-    The finaliser "lowbias32" of Chris Wellons, "Prospecting for Hash Functions" (2018).
-    """
+    """Return a random uint32 for each of ``counters`` (uint32) and a seed: "lowbias32" (Chris Wellons, 2018)."""
     words = counters + np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
     words ^= words >> np.uint32(16)
     words *= np.uint32(0x7FEB352D)
@@ -147,7 +130,7 @@ def _expect(**arrays: tuple[Array, int]) -> None:
 
 def _chunks(count: int, block: int) -> Iterator[tuple[slice, slice]]:
     """Yield elements and their blocks, of one length: whole blocks, then the last if that is shorter."""
-    whole, at_once = count // block, max(1, _CHUNK // block)
+    whole, at_once = count // block, max(1, CHUNK // block)
     for begin in range(0, whole, at_once):
         end = min(whole, begin + at_once)
         yield slice(begin * block, end * block), slice(begin, end)
@@ -201,3 +184,79 @@ def sums_in_lanes(numbers: Array) -> Array:
             half = lanes.shape[-1] // 2
             lanes = lanes[..., :half] + lanes[..., half:]
     return np.asarray(lanes[..., 0])
+
+
+def project_into(left: Array, matrix: Array, right: Array, rows: int, cols: int) -> None:
+    """Compute ``left[k] = matrix @ right[k]``: products are added in 16 lanes, which are folded in halves."""
+    rank = max(1, left.size // rows)
+    for k in range(rank):
+        products = matrix.reshape(rows, cols) * right[k * cols : (k + 1) * cols]
+        left[k * rows : (k + 1) * rows] = sums_in_lanes(products)
+
+
+def add_and_project_into(left: Array, matrix: Array, gradient: Array, right: Array, rows: int, cols: int) -> bool:
+    """Add ``gradient`` to ``matrix`` and project that as ``project_into``. Return True if the gradient is finite.
+
+    Where it is not, ``left`` may hold anything, and ``matrix`` is as it was, but for rounding in the rows before, and
+    zero where a sum there was too large.
+    """
+    odd = ~np.isfinite(gradient.reshape(rows, cols)).all(axis=1)
+    run = slice(0, cols * (int(odd.argmax()) if odd.any() else rows))
+    with np.errstate(all="ignore"), DefaultFloats():
+        matrix[run] += gradient[run]
+        if odd.any():
+            left = matrix[run] - gradient[run]
+            matrix[run] = np.where(np.isfinite(left), left, np.float32(0))
+            return False
+    project_into(left, matrix, right, rows, cols)
+    return True
+
+
+def project_back_into(right: Array, matrix: Array, left: Array, rows: int, cols: int) -> None:
+    """Compute ``right[k] = matrix.T @ left[k]``, added row by row."""
+    rank = max(1, left.size // rows)
+    sums = right.reshape(rank, cols)
+    sums[...] = 0
+    with np.errstate(all="ignore"), DefaultFloats():
+        for row, factors in zip(matrix.reshape(rows, cols), left.reshape(rank, rows).T, strict=True):
+            sums += factors[:, None] * row
+
+
+def orthonormalise(vectors: Array, length: int) -> None:
+    """Make vectors of ``length`` elements orthogonal to earlier vectors, and of norm 1 (modified Gram-Schmidt).
+
+    A vector that depends on earlier vectors becomes zero.
+    """
+    count = -(-vectors.size // length)
+    all_vectors = vectors.reshape(count, length)
+    with np.errstate(all="ignore"), DefaultFloats():
+        for k, vector in enumerate(all_vectors):
+            before = np.sqrt(_dot(vector, vector))
+            for earlier in all_vectors[:k]:
+                vector += np.float32(-_dot(earlier, vector)) * earlier
+            norm = np.sqrt(_dot(vector, vector))
+            vector *= np.float32(1.0 / norm if norm > 1e-6 * before and norm > 1e-30 else 0.0)
+
+
+def reconstruct_into(
+    out: Array | None, matrix: Array | None, left: Array, right: Array, rows: int, cols: int, scale: float = 1.0
+) -> None:
+    """Compute ``x = sum of outer(left[k], right[k])`` in order, ``matrix -= x`` and ``out = scale * x``.
+
+    ``out`` and ``matrix`` may be None.
+    """
+    rank = max(1, left.size // rows)
+    with np.errstate(all="ignore"), DefaultFloats():
+        for i, factors in enumerate(left.reshape(rank, rows).T):
+            row = factors[0] * right[:cols]
+            for k in range(1, rank):
+                row += factors[k] * right[k * cols : (k + 1) * cols]
+            row_slice = slice(i * cols, (i + 1) * cols)
+            if matrix is not None:
+                matrix[row_slice] -= row
+            if out is not None:
+                out[row_slice] = row * np.float32(scale)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return sums_in_lanes(a.astype(np.float64) * b.astype(np.float64))

@@ -1,6 +1,7 @@
 """The kernels in numpy: their specification, the fallback where no C++ was compiled, and the oracle in the tests.
 
-Only the native code checks arguments, which would be fatal there.
+Kernels raise TypeError for a wrong type or dtype, and ValueError for a wrong length, shape, overlap or number. Only the
+native code checks arguments, since a wrong argument would be fatal there.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.kernels.dtypes import BFLOAT16, HALVES, Array
-from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.kernels.scale import ONE, Scale
+from hvdkit.kernels.dtypes import BFLOAT16, HALVES, Array, Arrays
+from hvdkit.kernels.reduce_op import ONE, ReduceOp, Scale
 
-# Elements at a time, so that temporaries stay in the cache.
-_BLOCK = 1 << 15
+CHUNK = 1 << 15  # elements at a time, so that temporaries stay in the cache
 
 # The C library's value of "as a process starts", no real address (fenv.h of glibc and musl).
 _DEFAULT = ctypes.c_void_p(-1)
@@ -47,12 +46,7 @@ class DefaultFloats:
             _LIBRARY.fesetenv(self._before)
 
 
-def reduce_into(
-    destination: Array | list[Array] | tuple[Array, ...],
-    sources: list[Array] | tuple[Array, ...],
-    op: ReduceOp,
-    scale: float | Scale = 1.0,
-) -> None:
+def reduce_into(destination: Array | Arrays, sources: Arrays, op: ReduceOp, scale: float | Scale = 1.0) -> None:
     """Compute ``destination[i] = scale * (sources[0][i] op sources[1][i] op ...)``, in the order of the sources.
 
     ``destination`` may be among the sources, or several arrays that do not overlap and all get the result.
@@ -63,14 +57,12 @@ def reduce_into(
     rounding of floats; integers are divided exactly, multiplied in float64, truncated toward zero, and clamped beyond
     the dtype's range. For bool, SUM and MAX are "or", PRODUCT and MIN are "and". In MIN and MAX a NaN wins, and of
     values that compare equal (-0.0 and 0.0) the later.
-
-    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap, operation or scale.
     """
     destinations = [destination] if isinstance(destination, np.ndarray) else destination
     scale = Scale(*scale) if isinstance(scale, tuple) else Scale(scale)
     with np.errstate(all="ignore"), DefaultFloats():
-        for begin in range(0, destinations[0].size, _BLOCK):
-            block = slice(begin, begin + _BLOCK)
+        for begin in range(0, destinations[0].size, CHUNK):
+            block = slice(begin, begin + CHUNK)
             accumulator = _widened(sources[0][block])
             for source in sources[1:]:
                 accumulator = _combined(op, accumulator, _widened(source[block]))
@@ -82,18 +74,15 @@ def reduce_into(
 
 
 def scale_into(destination: Array, source: Array, factor: float | Scale) -> None:
-    """Compute ``destination[i] = factor * source[i]``, with the dtypes, rounding and errors of ``reduce_into``."""
+    """Compute ``destination[i] = factor * source[i]``, with the dtypes and rounding of ``reduce_into``."""
     reduce_into(destination, [source], ReduceOp.SUM, factor)
 
 
 def convert_into(destination: Array, source: Array) -> None:
-    """Compute ``destination[i] = source[i]`` between float16, bfloat16, float32 and float64, rounded to even once.
-
-    Raises TypeError for other dtypes, ValueError for a wrong length, shape or overlap.
-    """
+    """Compute ``destination[i] = source[i]`` between float16, bfloat16, float32 and float64, rounded to even once."""
     with np.errstate(all="ignore"), DefaultFloats():
-        for begin in range(0, destination.size, _BLOCK):
-            block = slice(begin, begin + _BLOCK)
+        for begin in range(0, destination.size, CHUNK):
+            block = slice(begin, begin + CHUNK)
             values = source[block]
             if source.dtype == np.float64 and destination.dtype == BFLOAT16:
                 values = _rounded_to_odd(values)  # ml_dtypes would round twice, by way of float32
@@ -111,10 +100,8 @@ def _widened(values: Array) -> Array:
 def _combined(op: ReduceOp, a: Array, b: Array) -> Array:
     if a.dtype == np.bool_:
         return (a | b) if op in (ReduceOp.SUM, ReduceOp.MAX) else (a & b)
-    if op == ReduceOp.SUM:
-        return np.asarray(a + b)
-    if op == ReduceOp.PRODUCT:
-        return np.asarray(a * b)
+    if op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        return np.asarray(a + b if op == ReduceOp.SUM else a * b)
     # Not numpy.minimum: which of -0.0 and 0.0 it takes depends on the processor.
     better = a < b if op == ReduceOp.MIN else a > b
     return np.where(better | (a != a), a, b)
@@ -176,8 +163,6 @@ def checksum(array: Array) -> int:
     with a sum and a sum of the sums, modulo 2**64; these and the number of bytes are folded into one number by
     multiplications that lose nothing. A changed word changes a sum, and words of a lane that changed places change a
     sum of sums, whatever they are; any other change goes unseen with a chance of about 2**-64.
-
-    Raises TypeError unless the array has plain bytes, ValueError unless it is contiguous.
     """
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else np.zeros(0, np.uint8)
     sums, weighted = np.zeros(_LANES, np.uint64), np.zeros(_LANES, np.uint64)
@@ -185,9 +170,8 @@ def checksum(array: Array) -> int:
         part = data[begin : begin + _STEPS * _STEP]
         words = np.zeros((-(-part.size // _STEP), _LANES), np.uint32)
         words.reshape(-1).view(np.uint8)[: part.size] = part
-        steps = words.shape[0]
-        times = np.arange(steps, 0, -1, dtype=np.uint64)  # how often the sum of sums counts each word
-        weighted += np.uint64(steps) * sums + (times[:, None] * words).sum(axis=0, dtype=np.uint64)
+        times = np.arange(len(words), 0, -1, dtype=np.uint64)  # how often the sum of sums counts each word
+        weighted += np.uint64(len(words)) * sums + (times[:, None] * words).sum(axis=0, dtype=np.uint64)
         sums += words.sum(axis=0, dtype=np.uint64)
     return _folded(sums, weighted, data.size)
 

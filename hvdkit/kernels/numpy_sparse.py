@@ -1,19 +1,13 @@
-"""The kernels around a sparse selection in numpy: their specification and fallback.
-
-Only the native code checks arguments; data of other ranks is checked here too.
-"""
+"""The kernels around a sparse selection in numpy: their specification and fallback. See ``numpy_codecs`` for errors."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hvdkit.kernels.dtypes import Array
+from hvdkit.kernels.dtypes import Array, Arrays
 from hvdkit.kernels.numpy_codecs import random_words
-from hvdkit.kernels.numpy_kernels import DefaultFloats, scale_into
-from hvdkit.kernels.scale import Scale
-
-# Elements at a time, so that temporaries stay in the cache.
-_CHUNK = 1 << 15
+from hvdkit.kernels.numpy_kernels import CHUNK, DefaultFloats, scale_into
+from hvdkit.kernels.reduce_op import Scale
 
 
 def select_into(
@@ -27,14 +21,12 @@ def select_into(
     Where v is not finite, it stays as it was, or becomes 0 if there are no values: so it stays finite.
 
     Returns the numbers of written and of selected elements.
-
-    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape, overlap or threshold.
     """
-    count = _count(values, residual)
+    count = _some(values, residual).size
     emitted = selected = 0
     with np.errstate(all="ignore"), DefaultFloats():
-        for begin in range(0, count, _CHUNK):
-            chunk = slice(begin, begin + _CHUNK)
+        for begin in range(0, count, CHUNK):
+            chunk = slice(begin, begin + CHUNK)
             v = _elements(values, residual, chunk)
             positions = np.flatnonzero(~(np.abs(v) <= np.float32(threshold)))
             taken = positions[: indices.size - emitted]
@@ -55,8 +47,7 @@ def select_into(
 def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1.0) -> None:
     """Compute ``out[indices[k]] += values[k] * scale``, for indices (uint32) that ascend.
 
-    Raises TypeError for a wrong type or dtype; ValueError for a wrong length, shape or overlap, or for indices that do
-    not ascend or are beyond ``out``, which is then as it was.
+    Raises ValueError for indices that do not ascend or are beyond ``out``, which is then as it was.
     """
     if values.size != indices.size:
         raise ValueError(f"scatter_add_into: values: expected {indices.size} elements as in indices, got {values.size}")
@@ -65,18 +56,11 @@ def scatter_add_into(out: Array, indices: Array, values: Array, scale: float = 1
         out[indices] += values * np.float32(scale)
 
 
-def sum_pairs_into(
-    out: Array,
-    indices: list[Array] | tuple[Array, ...],
-    values: list[Array] | tuple[Array, ...],
-    scale: float | Scale = 1.0,
-) -> None:
+def sum_pairs_into(out: Array, indices: Arrays, values: Arrays, scale: float | Scale = 1.0) -> None:
     """Compute ``out = scale * (zeros + values[0] at indices[0] + values[1] at indices[1] ...)``.
 
-    Indices (uint32) ascend in each array, and a sum is scaled as in ``reduce_into``.
-
-    Raises TypeError for a wrong type or dtype; ValueError for a wrong number of arrays, length, shape, overlap or
-    scale, or for indices that do not ascend or are beyond ``out``, which is then as it was.
+    Indices (uint32) ascend in each array, and a sum is scaled as in ``reduce_into``. Raises ValueError for indices that
+    do not ascend or are beyond ``out``, which is then as it was.
     """
     if len(values) != len(indices):
         raise ValueError(f"sum_pairs_into: values: expected {len(indices)} arrays as in indices, got {len(values)}")
@@ -107,13 +91,11 @@ def abs_sample_into(sample: Array, values: Array | None, residual: Array | None,
 
     Stratified sampling: a random index in each stratum, so that gradients with a period do not bias the estimate. The
     last stratum may be shorter. A value that is not finite counts as infinite.
-
-    The errors are those of ``select_into``, and ValueError for a stride or a seed outside of 32 bits.
     """
-    count = _count(values, residual)
+    count = _some(values, residual).size
     with np.errstate(all="ignore"), DefaultFloats():
-        for begin in range(0, sample.size, _CHUNK):
-            j = np.arange(begin, min(begin + _CHUNK, sample.size))
+        for begin in range(0, sample.size, CHUNK):
+            j = np.arange(begin, min(begin + CHUNK, sample.size))
             random = random_words(j.astype(np.uint32), seed).astype(np.int64) % stride
             v = _elements(values, residual, j * stride + random % np.minimum(stride, count - j * stride))
             sample[j] = np.where(np.isfinite(v), np.abs(v), np.float32(np.inf))
@@ -123,13 +105,13 @@ def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum
     """Compute ``velocity = momentum * velocity + gradient``, then ``accumulated += velocity``.
 
     The momentum correction of Deep Gradient Compression (Lin et al., 2018). Where the gradient is not finite, both stay
-    as they were. Returns True if all of it was finite. The errors are those of ``select_into``.
+    as they were. Returns True if all of it was finite.
     """
     all_finite = True
     with np.errstate(all="ignore"), DefaultFloats():
         factor = np.float32(momentum)
-        for begin in range(0, velocity.size, _CHUNK):
-            chunk = slice(begin, begin + _CHUNK)
+        for begin in range(0, velocity.size, CHUNK):
+            chunk = slice(begin, begin + CHUNK)
             finite = np.isfinite(gradient[chunk])
             moved = factor * velocity[chunk] + gradient[chunk]
             np.copyto(accumulated[chunk], accumulated[chunk] + moved, where=finite)
@@ -138,14 +120,12 @@ def momentum_into(velocity: Array, accumulated: Array, gradient: Array, momentum
     return all_finite
 
 
-def _count(values: Array | None, residual: Array | None) -> int:
+def _some(values: Array | None, residual: Array | None) -> Array:
     array = residual if values is None else values
     assert array is not None
-    return array.size
+    return array
 
 
 def _elements(values: Array | None, residual: Array | None, which: slice | Array) -> Array:
-    if values is None:
-        assert residual is not None
-        return np.asarray(residual[which])
-    return np.asarray(values[which] if residual is None else values[which] + residual[which])
+    v = _some(values, residual)[which]
+    return np.asarray(v if values is None or residual is None else v + residual[which])

@@ -13,8 +13,8 @@ from hvdkit.compression import LossyCodec
 from hvdkit.kernels import ReduceOp, Scale
 
 Bytes = npt.NDArray[np.uint8]
-# Takes this rank's bytes, and returns the bytes of all ranks.
-Exchange = Callable[[bytes], list[bytes]]
+Exchange = Callable[[bytes], list[bytes]]  # takes this rank's bytes, and returns the bytes of all ranks
+Pairs = Sequence[tuple[Any, Any]]  # flat arrays in host memory, each with a flat tensor of as many elements on a device
 
 CACHE_LINE = 64
 
@@ -22,12 +22,10 @@ CACHE_LINE = 64
 class Transfer(Protocol):
     """A nonblocking send or receive."""
 
-    # -1: several ranks. A method ``awaited()``, if there is one, returns them; otherwise all ranks of the group count.
-    peer: int
+    peer: int  # -1: the ranks that a method ``awaited()`` returns, or all ranks of the group if there is none
 
     def done(self) -> bool:
         """True when the buffer may be used again. Raises PeerLostError if the peer's connection broke."""
-        ...
 
 
 def aligned_empty(nbytes: int, alignment: int = CACHE_LINE) -> Bytes:
@@ -65,16 +63,14 @@ class DeviceCollectives(ABC):
     ) -> Transfer:
         """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``.
 
-        ``debtors`` are the buffers that get residuals, each with the offset in ``memory`` at which its residual begins.
-        The residual is added after the buffer was multiplied by ``prescale``.
+        ``debtors`` are buffers to which the residual at an offset of ``memory`` is added, behind the prescale.
         """
 
     @abstractmethod
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> Any:
-        """Return a codec's arrays of these names on the device for a flat buffer, filled with zeros.
+        """Return a codec's arrays of these names on the device, zeros at first, without the elements ``gaps``.
 
-        ``gaps`` are the elements that belong to no tensor. The returned object can ``pull`` the arrays into a
-        CodecState of the host, and ``push`` them to the device.
+        The result can ``pull`` the arrays into a CodecState of the host, and ``push`` them to the device.
         """
 
     @abstractmethod
@@ -114,10 +110,6 @@ class DeviceCollectives(ABC):
         """Release everything; operations in flight are lost."""
 
 
-# Flat arrays in host memory, each with a flat tensor of as many elements on a device.
-Pairs = Sequence[tuple[Any, Any]]
-
-
 class HostCopies(ABC):
     """A queue of copies between tensors of a device and host memory. Only ``close`` blocks."""
 
@@ -139,32 +131,25 @@ class HostCopies(ABC):
 
 
 class Transport(ABC):
-    """A transport moves bytes between the ranks of a job.
+    """A transport of bytes between the ranks of a job. Nothing here blocks.
 
-    Data messages match by (peer, tag) in the order in which they were posted. Control messages from one peer arrive in
-    the order in which they were sent. Nothing here blocks.
+    Data messages match by (peer, tag) in the order in which they were posted. Control messages of a peer stay in order.
     """
 
     name: str
     rank: int
     size: int
-    # True: transfers advance only in done() and poll_control() (MPI). False: the transport calls the waker.
-    polling: bool
-    # The ranks of each node that share memory; empty if no two do.
-    nodes: Sequence[Sequence[int]] = ()
-    # The event counter on which waiting threads sleep, if other ranks ring it; see hvdkit.engine.loop.wakeup.
-    wakeup: Any = None
-    # The window, and the offset in it, where this node's ranks count the signs of life of all ranks; None: each has its
-    # own counters.
+    polling: bool  # True: transfers advance only in done() and poll_control() (MPI). False: it calls the waker
+    nodes: Sequence[Sequence[int]] = ()  # the ranks of each node that share memory; empty if no two do
+    wakeup: Any = None  # the event counter on which waiting threads sleep, if other ranks ring it (engine.loop.wakeup)
+    # The window, and the offset in it, where this node's ranks count the signs of life of all ranks.
     signs_of_life: Any = None
-    # False for ranks that are threads of one process, which need no signs of life.
-    beats = True
+    beats = True  # False for ranks that are threads of one process, which need no signs of life
     # The devices ("cuda", "cpu") for which there may be collectives; tensors on others are staged in host memory.
     device_types: frozenset[str] = frozenset()
     # The device types ("cpu") whose memory is the host's, where hvdkit's kernels encode faster than PyTorch.
     host_types: frozenset[str] = frozenset()
-    # The least size of a bucket of gradients, except the first; 0: latency decides.
-    worthwhile_bytes = 0
+    worthwhile_bytes = 0  # the least size of a bucket of gradients, except the first; 0: latency decides
 
     @property
     def carrier(self) -> str:
@@ -196,10 +181,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send_control(self, peer: int, payload: bytes) -> None:
-        """Send a message; the payload is copied.
-
-        Raises nothing if the peer cannot be reached: ``lost_peers()`` has it once all its messages have come in.
-        """
+        """Send a copy of a message. A peer that cannot be reached is in ``lost_peers()`` once its messages are in."""
 
     def advance(self) -> bool:
         """Advance what does not advance by itself; called in every round of the engine. True if anything moved."""
@@ -288,3 +270,26 @@ class Layer(Transport):
 
     def abort(self, code: int) -> None:
         self.inner.abort(code)
+
+
+class SoloTransport(Transport):
+    """The transport of a rank alone. Algorithms never send to themselves, so a transfer is a broken invariant."""
+
+    name, rank, size, polling = "solo", 0, 1, False
+
+    def isend(self, buffer: Bytes, peer: int, tag: int) -> Transfer:
+        raise AssertionError("a rank alone has nobody to send to")
+
+    irecv = isend
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        raise AssertionError("a rank alone has nobody to send to")
+
+    def poll_control(self) -> list[tuple[int, bytes]]:
+        return []
+
+    def close(self, graceful: bool) -> None:
+        """Do nothing."""
+
+    def abort(self, code: int) -> None:
+        """Do nothing: the caller's own exit is enough."""

@@ -1,7 +1,7 @@
 """Control messages over sockets: two ranks connect when one of them has a message, and one thread serves all.
 
-Both ends prove to each other that they belong to the session (``security/greeting``) before anything else that comes
-over the connection is read. The end of a connection tells at once that its rank is lost.
+Both ends prove that they belong to the session (``security/credentials``) before anything else that comes is read. The
+end of a connection tells at once that its rank is lost.
 """
 
 from __future__ import annotations
@@ -20,19 +20,9 @@ from functools import partial
 from time import monotonic, sleep
 
 from hvdkit.transports.link import ADMITTED, AT_ONCE, FRAME, LONGEST_MESSAGE, MESSAGE, PAIR, Link, Reader, dialled
-from hvdkit.transports.security.credentials import (
-    ANSWER_BYTES,
-    HELLO_BYTES,
-    PROOF_BYTES,
-    Credentials,
-    Initiator,
-    NotAuthenticError,
-    Responder,
-)
+from hvdkit.transports.security.credentials import HELLO_BYTES, Credentials, NotAuthenticError, initiate, respond
 
 logger = logging.getLogger("hvdkit")
-
-Place = tuple[str, int]  # an address, and a port
 
 GREETING_SECONDS = 10.0  # a process that has connected must prove within this time that it is a rank
 # The most connections without a proof, if that is more than two a rank; the oldest is ended. A rank connects again.
@@ -44,17 +34,17 @@ LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
 
 
 class ControlConnections:
-    """The connections of ``rank``, which listens at ``listener``, to ranks that listen at ``places``.
+    """The connections of ``rank``, which listens at ``listener``, to ranks that listen at ``places`` (host and port).
 
     ``receive(peer, kind, payload)`` and ``lose(peer, reason)`` are called on a thread of its own, in the order in which
-    frames arrive.
+    frames arrive. Public methods are for any thread, all others for that thread.
     """
 
     def __init__(
         self,
         rank: int,
         listener: socket.socket,
-        places: Sequence[Place],
+        places: Sequence[tuple[str, int]],
         session: Credentials,
         receive: Callable[[int, int, bytes], None],
         lose: Callable[[int, str], None],
@@ -69,22 +59,17 @@ class ControlConnections:
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._rings, self._rung = socket.socketpair()
-        for end in (listener, self._rings, self._rung):
-            end.setblocking(False)
+        self._rings.setblocking(False)
         for end in (listener, self._rung):
+            end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ)
         _SERVED.add(self)
         self._thread = threading.Thread(target=self._serve, name="hvdkit-control", daemon=True)
         self._thread.start()
 
-    # -- for any thread -----------------------------------------------------------------------------------------------
-
     def send(self, peer: int, kind: int, payload: bytes) -> None:
         """Send in the order of the calls; never waits. A message to a lost rank is dropped."""
-        link = self._links.get(peer)
-        if link is None or (link.ended and link.is_needless):
-            if link is not None:
-                self._links.pop(peer, None)
+        if (link := self._links.get(peer)) is None:
             made = Link(peer)
             link = self._links.setdefault(peer, made)  # the peer may have connected just now
             if link is made:
@@ -109,9 +94,12 @@ class ControlConnections:
     def drop(self) -> None:
         """End the connections that were let go."""
         for link in [link for link in list(self._open) if link.is_needless]:
-            if self._links.get(link.peer) is link:
-                del self._links[link.peer]
+            self._forget(link)
             self._do_later(partial(self._end, link))
+
+    def _forget(self, link: Link) -> None:
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
 
     def connected(self) -> list[int]:
         """Return the ranks to which there are connections."""
@@ -120,43 +108,33 @@ class ControlConnections:
     def close(self) -> None:
         """Send what is left, for a moment, and end all connections and the thread."""
         self._closing = True
-        self._ring()
-        if self._thread is not threading.current_thread():
-            self._thread.join(2 * (CLOSING_SECONDS + LOOK_SECONDS))
+        self._do_later(lambda: None)
+        self._thread.join(2 * (CLOSING_SECONDS + LOOK_SECONDS))
 
-    def leave_to_parent(self) -> None:
-        """Close the copies of a forked child, with which a connection would not end when its parent does."""
-        for end in [self._listener, self._rings, self._rung, *(link.socket for link in self._open)]:
+    def close_copies(self) -> None:
+        """Close a forked child's copies of the connections, and leave the connections to the parent."""
+        for end in (self._selector, self._listener, self._rings, self._rung, *(link.socket for link in self._open)):
             if end is not None:
                 end.close()
-        self._selector.close()
 
     def _do_later(self, action: Callable[[], None]) -> None:
         """Have the thread of the connections do something."""
         self._todo.append(action)
-        self._ring()
-
-    def _ring(self) -> None:
         with contextlib.suppress(OSError):  # the pipe is full, so the thread wakes; or the thread has ended
             self._rings.send(b"!")
-
-    # -- the thread of the connections --------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             self._serve_until_closed()
         except Exception as error:  # a defect, or a limit of this process: threads that wait for messages must learn it
             logger.exception("connections for control messages failed")
-            for peer in list(self._links):
-                if not self._closing:
-                    self._lose(peer, f"the thread of this rank that serves connections failed: {error!r}")
+            for peer in list(self._links) if not self._closing else ():
+                self._lose(peer, f"the thread of this rank that serves connections failed: {error!r}")
         finally:
             _SERVED.discard(self)
             for link in list(self._open):
                 self._end(link)
-            for end in (self._listener, self._rings, self._rung):
-                end.close()
-            self._selector.close()
+            self.close_copies()
 
     def _serve_until_closed(self) -> None:
         closing_at = float("inf")
@@ -209,19 +187,15 @@ class ControlConnections:
 
     def _connect(self, link: Link) -> None:
         host, port = self._places[link.peer]
-        side = Initiator(self._session, self._rank, link.peer)
         link.since = monotonic()
-        link.greeting[:] = side.hello
-        link.received.clear()
-        link.read_with(self._read_connected(link, side))
+        link.greeting.clear()
+        link.read_with(self._read_connected(link))
         try:
-            connection = dialled(host, port)
+            self._begin(link, dialled(host, port))
         except OSError as error:
             is_ours = error.errno in OUR_LIMITS
             problem = f"rank {self._rank} cannot connect to it" if is_ours else "it cannot be reached"
             self._end(link, f"{problem} at {host} port {port}: {error.strerror}")
-            return
-        self._begin(link, connection)
 
     def _begin(self, link: Link, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -235,8 +209,9 @@ class ControlConnections:
         """Wait for input, and for room in the socket if something is left to send."""
         if link in self._open and link.socket is not None:
             with link.lock:
-                more = selectors.EVENT_WRITE if link.has_more() else 0
-            self._selector.modify(link.socket, selectors.EVENT_READ | more, link)
+                has_more = link.greeting or (link.greeted and link.unsent)
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE if has_more else selectors.EVENT_READ
+            self._selector.modify(link.socket, events, link)
 
     def _move(self, link: Link, events: int) -> None:
         assert link.socket is not None
@@ -244,68 +219,53 @@ class ControlConnections:
             with link.lock:
                 link.send_some()
             self._watch(link)
-        if not events & selectors.EVENT_READ:
-            return
-        try:
-            data = link.socket.recv(AT_ONCE)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            data, link.broke = b"", link.broke or error
-        if not data:
-            # The system reports an error once, so the sender's error counts before that of recv.
+        data = link.receive_some() if events & selectors.EVENT_READ else None
+        if data:
+            try:
+                link.feed(data)
+            except NotAuthenticError as error:
+                logger.debug("%s", error)
+                self._end(link, str(error))
+        elif data is not None:
             turned_away = link.broke is None or isinstance(link.broke, (ConnectionResetError, BrokenPipeError))
             if turned_away and link.peer >= 0 and not link.greeted:
                 self._connect_again_later(link)
             else:
                 self._end(link, f"Connection closed by peer{'' if link.broke is None else f': {link.broke.strerror}'}")
-            return
-        try:
-            link.feed(data)
-        except NotAuthenticError as error:
-            logger.debug("%s", error)
-            self._end(link, str(error))
 
     def _connect_again_later(self, link: Link) -> None:
         """Retry a connection that the peer ended before the greeting, as when too many came at once."""
-        with link.lock:
-            self._close_socket(link)
-            link.broke = None
         self._open.discard(link)
+        with link.lock:
+            link.close(self._selector)
+            link.broke = None
         link.since = monotonic()
         self._again.append(link)
-
-    def _close_socket(self, link: Link) -> None:
-        if link.socket is not None:
-            self._selector.unregister(link.socket)
-            link.socket.close()
-            link.socket = None
 
     def _end(self, link: Link, reason: str = "") -> None:
         """End a connection. ``reason``: why its rank is lost, if it is."""
         self._open.discard(link)
+        if link.is_needless:
+            self._forget(link)
         with link.lock:
             link.ended = True
             link.unsent.clear()
-            self._close_socket(link)
+            link.close(self._selector)
         if reason and link.peer >= 0 and not link.is_needless and not self._closing:
             self._lose(link.peer, reason)
 
-    # -- what comes over a connection ---------------------------------------------------------------------------------
-
     def _read_accepted(self, link: Link) -> Reader:
         """Answer a process that has connected, and admit it if it proves to be a rank."""
-        side = Responder(self._session, self._rank, len(self._places), (yield HELLO_BYTES))
-        self._greet(link, side.answer)
-        link.peer = side.admitted((yield PROOF_BYTES))
+        hello, send = (yield HELLO_BYTES), partial(self._greet, link)
+        link.peer = yield from respond(self._session, self._rank, len(self._places), hello, send)
         self._links.setdefault(link.peer, link)
         with link.lock:
             link.greeting += ADMITTED
         yield from self._read_frames(link)
 
-    def _read_connected(self, link: Link, side: Initiator) -> Reader:
+    def _read_connected(self, link: Link) -> Reader:
         """Prove to the peer that this is the rank that it says."""
-        self._greet(link, side.proof((yield ANSWER_BYTES)))
+        yield from initiate(self._session, self._rank, link.peer, partial(self._greet, link))
         # Frames follow only when the peer has admitted this rank; until then it may close, and this rank comes again.
         if (yield FRAME.size) != ADMITTED:
             raise NotAuthenticError("it began with what no rank says")
@@ -331,9 +291,9 @@ class ControlConnections:
 _SERVED: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
 
 
-def _begin_child() -> None:
+def _close_copies() -> None:
     for connections in list(_SERVED):
-        connections.leave_to_parent()
+        connections.close_copies()
 
 
-os.register_at_fork(after_in_child=_begin_child)
+os.register_at_fork(after_in_child=_close_copies)  # else a connection of a parent would outlive it in the child

@@ -22,15 +22,12 @@ from hvdkit.errors import AuthenticationError, PeerLostError, TransportUnavailab
 from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
 from hvdkit.transports.control import ControlConnections
 from hvdkit.transports.gpu.streams import DeviceTransfer
-from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.link import MESSAGE, PAIR
-from hvdkit.transports.security.admission import Admission, prove
-from hvdkit.transports.waiters import Waiters
+from hvdkit.transports.security.admission import NEVER, Admission, prove
+from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, Waiters, ends_process_after
 
 logger = logging.getLogger("hvdkit")
 
-# Gloo breaks every connection when one of its own waits times out; deadlines are the engine's, per peer.
-NEVER = timedelta(days=3650)
 PROOF_TAG = 1 << 26  # above every tag of a collective
 # Gloo waits this long for the peer of a new connection, whose Python may be busy.
 CONNECTING_SECONDS = 600.0
@@ -41,44 +38,35 @@ SMALL_BYTES = 1 << 16
 class GlooTransfer:
     """A send or receive of the process group, which a waiter thread completes; see ``GlooTransport.watch``."""
 
-    __slots__ = ("_begun", "_buffer", "_error", "_finished", "_work", "peer")
+    __slots__ = ("_error", "_finished", "_work", "begun", "buffer", "peer")
 
     def __init__(self, buffer: Bytes, peer: int) -> None:
         self.peer = peer
-        self._buffer = buffer  # Gloo reads or writes it until the work is done
+        self.buffer = buffer  # Gloo reads or writes it until the work is done
         self._work: Any = None
-        self._begun: threading.Event | None = None
+        self.begun: threading.Event | None = None  # where ``wait`` blocks until ``begin`` or ``fail`` is called
         self._finished = False
         self._error: Exception | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the buffer."""
-        return self._buffer.nbytes
 
     def begin(self, call: Callable[..., Any], tag: int) -> None:
         """Hand the buffer to Gloo. An error is kept for ``done()``."""
         try:
-            self._work = call([torch.from_numpy(self._buffer)], self.peer, tag)
+            self._work = call([torch.from_numpy(self.buffer)], self.peer, tag)
         except RuntimeError as error:
             self._error = error
-        if self._begun is not None:
-            self._begun.set()
-
-    def wait_for_connection(self) -> None:
-        """Have ``wait`` block until ``begin`` or ``fail`` is called."""
-        self._begun = threading.Event()
+        if self.begun is not None:
+            self.begun.set()
 
     def fail(self, error: Exception) -> None:
         """Keep ``error`` for ``done()``: the connection was not made."""
         self._error = error
-        if self._begun is not None:
-            self._begun.set()
+        if self.begun is not None:
+            self.begun.set()
 
     def wait(self) -> None:
         """Block until done, on a waiter thread. An error is kept for ``done()``."""
-        if self._begun is not None:
-            self._begun.wait()
+        if self.begun is not None:
+            self.begun.wait()
         if self._work is not None:
             try:
                 self._work.wait(NEVER)
@@ -109,8 +97,7 @@ class _Pair:
 class GlooTransport(Transport):
     """A transport between the ranks of ``group``, a ProcessGroupGloo that connects late and that nothing else uses.
 
-    ``store`` is the store of ``group``. Other ranks open connections for control messages to ``listener``; they
-    listen at the addresses of ``admission``.
+    Ranks open connections for control messages to the listeners of ``admission``; ``listener`` is this rank's.
     """
 
     name = "gloo"
@@ -132,8 +119,7 @@ class GlooTransport(Transport):
             rank, listener, admission.addresses, admission.session, self._receive, self._lose
         )
         if rank:
-            # Rank 0 so notices the end of this rank also before this rank has sent a message.
-            self._control.send(0, MESSAGE, b"")
+            self._control.send(0, MESSAGE, b"")  # so that rank 0 notices the end of this rank from now on
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> GlooTransfer:
         return self._post("send", buffer, peer, tag)
@@ -149,7 +135,7 @@ class GlooTransport(Transport):
                     transfer.fail(pair.error)
                     return transfer
                 if not pair.is_open:
-                    transfer.wait_for_connection()
+                    transfer.begun = threading.Event()
                     pair.waiting.append((transfer, call, tag))
                     if not pair.is_wanted:
                         pair.is_wanted = True
@@ -162,21 +148,25 @@ class GlooTransport(Transport):
 
     def _connect(self, peer: int) -> None:
         """Have Gloo connect to ``peer``, which wants it too, and check its proof. Runs on a waiter thread."""
-        pair, group = self._pairs[peer], self._group
+        pair = self._pairs[peer]
         error: Exception | None = None
         try:
-            prove(group, self.rank, peer, self._session, PROOF_TAG, partial(setattr, pair, "is_made", True))
+            prove(self._group, self.rank, peer, self._session, PROOF_TAG, partial(setattr, pair, "is_made", True))
         except (RuntimeError, AuthenticationError) as problem:
             error = problem
         with self._pairs_lock:
-            pair.error = pair.error or error
-            for transfer, call, tag in pair.waiting:
-                if pair.error is None:
-                    transfer.begin(getattr(group, call), tag)
-                else:
-                    transfer.fail(pair.error)
-            pair.waiting.clear()
+            self._end_waiting(pair, error)
             pair.is_open = pair.error is None
+
+    def _end_waiting(self, pair: _Pair, error: Exception | None) -> None:
+        """Begin the transfers that wait for a connection, or let them fail with the error. Under the lock."""
+        pair.error = pair.error or error
+        for transfer, call, tag in pair.waiting:
+            if pair.error is None:
+                transfer.begin(getattr(self._group, call), tag)
+            else:
+                transfer.fail(pair.error)
+        pair.waiting.clear()
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         """Complete these transfers on a waiter thread, then call the waker."""
@@ -191,7 +181,7 @@ class GlooTransport(Transport):
                 transfer.wait()
             self._waker()
 
-        nbytes = sum(transfer.nbytes for transfer in transfers if isinstance(transfer, GlooTransfer))
+        nbytes = sum(transfer.buffer.nbytes for transfer in transfers if isinstance(transfer, GlooTransfer))
         run = self._waiters.run if nbytes <= SMALL_BYTES else self._waiters.run_in_turn
         run(wait_for_all)
 
@@ -203,10 +193,7 @@ class GlooTransport(Transport):
         self._control.send(peer, MESSAGE, payload)
 
     def poll_control(self) -> list[tuple[int, bytes]]:
-        arrived = []
-        while self._inbox:
-            arrived.append(self._inbox.popleft())
-        return arrived
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
@@ -254,35 +241,23 @@ class GlooTransport(Transport):
         self._control.close()
         with self._pairs_lock:
             for pair in self._pairs:
-                pair.error = pair.error or RuntimeError("this rank has ended it")
-                for transfer, _, _ in pair.waiting:
-                    transfer.fail(pair.error)
-                pair.waiting.clear()
-            used = [peer for peer, pair in enumerate(self._pairs) if pair.is_made]
+                self._end_waiting(pair, RuntimeError("this rank has ended it"))
+            used = [peer for peer, pair in enumerate(self._pairs) if pair.is_made] if self._group is not None else []
         for peer in used:
-            self._break_connection(peer)
+            try:  # Gloo has no call that closes a connection, but breaks it where a wait times out
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self._group.recv([nothing], peer, PROOF_TAG + 1).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
         self._waiters.close(timeout_seconds=1.0)
         self._group = self._store = None
-
-    def _break_connection(self, peer: int) -> None:
-        """Break a connection by a wait that times out, since Gloo has no other call that closes it."""
-        if self._group is None:
-            return
-        try:
-            nothing = torch.empty(1, dtype=torch.uint8)
-            self._group.recv([nothing], peer, PROOF_TAG + 1).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
 
     def abort(self, code: int) -> None:
         """Do nothing: when this process ends, the peers notice their broken connections."""
 
 
 def open_gloo(store: Any, rank: int, size: int, addresses: Sequence[str], timeout_seconds: float) -> Any:
-    """Return a ProcessGroupGloo that listens at the addresses, and connects two ranks when both use it.
-
-    Raises TransportUnavailableError.
-    """
+    """Return a ProcessGroupGloo that connects two ranks when both use it. Raises TransportUnavailableError."""
     gloo: Any = dist.ProcessGroupGloo  # the stubs lack its point-to-point calls
     options = gloo._Options()
     options._timeout = timedelta(seconds=CONNECTING_SECONDS)

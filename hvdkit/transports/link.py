@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Generator
+from selectors import BaseSelector
 from time import monotonic
 
 # Reads a connection: yields how many bytes it needs next, and is sent these.
@@ -20,35 +21,43 @@ MESSAGE, PAIR = 0, 1
 ADMITTED = FRAME.pack(0, MESSAGE)
 
 
-class Link:
-    """A connection to a rank, with the bytes that wait to be sent and those that are no whole frame yet."""
+class Incoming:
+    """The bytes of a connection that its reader has not taken yet."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._received = bytearray()
+        self._reader: Reader
+        self._wants = 0  # the bytes that the reader needs
+
+    def read_with(self, reader: Reader) -> None:
+        """Let ``reader`` read all that comes from now on."""
+        self._received.clear()
+        self._reader = reader
+        self._wants = next(reader)
+
+    def feed(self, data: bytes) -> None:
+        """Let the reader read ``data``. Raises NotAuthenticError for bytes that no rank of the session sends."""
+        self._received += data
+        while not self.ended and len(self._received) >= self._wants:
+            part = bytes(self._received[: self._wants])
+            del self._received[: self._wants]
+            self._wants = self._reader.send(part)
+
+
+class Link(Incoming):
+    """A connection to a rank, with the bytes that wait to be sent."""
 
     def __init__(self, peer: int = -1) -> None:
+        super().__init__()
         self.peer = peer  # -1: no rank has proven itself yet
         self.since = monotonic()
         self.is_needless = False  # its end is no loss
         self.broke: OSError | None = None
         self.greeted = False
-        self.ended = False
         self.socket: socket.socket | None = None
         self.lock = threading.Lock()  # the engine and the thread of the connections both send
         self.greeting, self.unsent = bytearray(), bytearray()
-        self.received = bytearray()
-        self.reader: Reader
-        self.wants = 0  # the bytes that the reader needs
-
-    def read_with(self, reader: Reader) -> None:
-        """Let ``reader`` read what comes from now on."""
-        self.reader = reader
-        self.wants = next(reader)
-
-    def feed(self, data: bytes) -> None:
-        """Let the reader read ``data``. Raises NotAuthenticError for bytes that no rank of the session sends."""
-        self.received += data
-        while not self.ended and len(self.received) >= self.wants:
-            part = bytes(self.received[: self.wants])
-            del self.received[: self.wants]
-            self.wants = self.reader.send(part)
 
     def send_some(self) -> None:
         """Send as much as the socket takes, under the lock. The receiving thread reports how the connection broke."""
@@ -66,9 +75,23 @@ class Link:
             if self.greeted:  # otherwise the connection may be made again
                 self.unsent.clear()
 
-    def has_more(self) -> bool:
-        """True if something could be sent as soon as the socket takes it."""
-        return bool(self.greeting or (self.greeted and self.unsent))
+    def receive_some(self) -> bytes | None:
+        """Return bytes that have come, b"" at the end of the connection, None if there are none yet."""
+        assert self.socket is not None
+        try:
+            return self.socket.recv(AT_ONCE)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self.broke = self.broke or error  # the system reports an error once: the sender's counts before this
+            return b""
+
+    def close(self, selector: BaseSelector) -> None:
+        """Close the socket, under the lock."""
+        if self.socket is not None:
+            selector.unregister(self.socket)
+            self.socket.close()
+            self.socket = None
 
 
 def dialled(host: str, port: int) -> socket.socket:
@@ -82,3 +105,14 @@ def dialled(host: str, port: int) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def receive(connection: socket.socket, nbytes: int) -> bytes:
+    """Receive exactly ``nbytes`` bytes. Raises OSError where the connection ends before."""
+    received = bytearray()
+    while len(received) < nbytes:
+        data = connection.recv(nbytes - len(received))
+        if not data:
+            raise ConnectionResetError("the connection was closed")
+        received += data
+    return bytes(received)

@@ -13,7 +13,7 @@ from hvdkit.environments.base import World
 from hvdkit.environments.libraries import use_the_wire_both_ways
 from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports.base import Bytes, Transfer, Transport
-from hvdkit.transports.last_resort import ends_process_after
+from hvdkit.transports.waiters import ends_process_after
 
 logger = logging.getLogger("hvdkit")
 
@@ -53,8 +53,7 @@ class MpiTransfer:
 
     def __init__(self, buffer: Bytes, requests: list[Any], peer: int) -> None:
         self._buffer = buffer  # MPI reads or writes it until the requests are done
-        self._requests = requests
-        self.peer = peer
+        self._requests, self.peer = requests, peer
 
     def done(self) -> bool:
         try:
@@ -78,7 +77,7 @@ _abandoned: list[tuple[list[Any], Any]] = []
 class MpiTransport(Transport):
     """The ranks ``members`` of an MPI communicator (all, if None). Construction is collective over them.
 
-    Raises TransportUnavailableError that names the ranks which did not come within ``start_timeout_seconds``.
+    Raises TransportUnavailableError that names the ranks which did not come in time.
     """
 
     name = "mpi"
@@ -96,10 +95,11 @@ class MpiTransport(Transport):
             raise TransportUnavailableError(
                 f"this MPI has tags up to {tag_bound}, hvdkit needs {LARGEST_TAG}.\nHINT: set HVDKIT_TRANSPORT=torch."
             )
-        members = list(range(world.Get_size()) if members is None else members)
+        all_ranks = list(range(world.Get_size()))
+        members = all_ranks if members is None else list(members)
         _meet(MPI, world, members, start_timeout_seconds)
         # Collective calls have no deadline; now that all ranks are here they need none.
-        if members == list(range(world.Get_size())):
+        if members == all_ranks:
             self._data = world.Dup()
         else:
             # Not for all ranks: here Open MPI asks mpirun, for a duplicate it does not.
@@ -107,8 +107,7 @@ class MpiTransport(Transport):
             self._data = world.Create_group(group, MEETING_TAG)
             group.Free()
         self._control = self._data.Dup()
-        self.rank = self._data.Get_rank()
-        self.size = self._data.Get_size()
+        self.rank, self.size = self._data.Get_rank(), self._data.Get_size()
         self._outbox: deque[Any] = deque()  # control sends under way, with their payloads
         self._inbox: deque[tuple[int, bytearray, Any]] = deque()  # control receives under way
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -124,7 +123,10 @@ class MpiTransport(Transport):
         return self._post(self._data.Irecv, buffer, peer, tag)
 
     def _post(self, call: Callable[..., Any], buffer: Bytes, peer: int, tag: int) -> Transfer:
-        return MpiTransfer(buffer, [call([part, self._mpi.BYTE], peer, tag) for part in _parts(buffer)], peer)
+        parts = [buffer]
+        if buffer.nbytes > LARGEST_MESSAGE:
+            parts = [buffer[start : start + LARGEST_MESSAGE] for start in range(0, buffer.nbytes, LARGEST_MESSAGE)]
+        return MpiTransfer(buffer, [call([part, self._mpi.BYTE], peer, tag) for part in parts], peer)
 
     def send_control(self, peer: int, payload: bytes) -> None:
         request = self._control.Isend([payload, self._mpi.BYTE], peer, CONTROL_TAG)
@@ -137,12 +139,8 @@ class MpiTransport(Transport):
                 self._outbox.popleft()
             else:
                 self._outbox.rotate(-1)
-        status = None
-        while True:
-            status = status or self._mpi.Status()
-            message = self._control.Improbe(self._mpi.ANY_SOURCE, CONTROL_TAG, status)
-            if message is None:
-                break
+        status = self._mpi.Status()
+        while (message := self._control.Improbe(self._mpi.ANY_SOURCE, CONTROL_TAG, status)) is not None:
             payload = bytearray(status.Get_count(self._mpi.BYTE))
             self._inbox.append((status.Get_source(), payload, message.Irecv([payload, self._mpi.BYTE])))
         arrived = []
@@ -213,9 +211,3 @@ def _meet(mpi: Any, world: Any, members: Sequence[int], timeout_seconds: float) 
                 "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where starting takes long."
             )
         sleep(MEETING_PAUSE)
-
-
-def _parts(buffer: Bytes) -> list[Bytes]:
-    if buffer.nbytes <= LARGEST_MESSAGE:
-        return [buffer]
-    return [buffer[start : start + LARGEST_MESSAGE] for start in range(0, buffer.nbytes, LARGEST_MESSAGE)]

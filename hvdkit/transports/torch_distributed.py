@@ -10,11 +10,10 @@ from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.base import DeviceCollectives
 from hvdkit.transports.gloo import GlooTransport, open_gloo
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
-from hvdkit.transports.security.admission import Admission, admit
+from hvdkit.transports.security.admission import STRANGERS, Admission, SealedStore, admit
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.listening import addresses_for, listen
 from hvdkit.transports.security.rendezvous import open_store, refused_ranks
-from hvdkit.transports.security.sealed_store import STRANGERS, SealedStore, join_plain, serve_plain
 
 
 class TorchTransport(GlooTransport):
@@ -45,7 +44,7 @@ class TorchTransport(GlooTransport):
         super().__init__(world.rank, world.size, group, gloo_store, listener, admission)
         self._admission: Admission | None = admission
         self._address = addresses[0]
-        self._plain_stores: list[Any] = []  # of device collectives
+        self._device_stores: list[SealedStore] = []  # kept, with the plain stores that this rank serves
         self._start_timeout_seconds = start_timeout_seconds
         self.device_types = frozenset({"cuda"}) if world.size > 1 and nccl_available() else frozenset()
 
@@ -56,11 +55,10 @@ class TorchTransport(GlooTransport):
         # The prefix has the members, since jobs of different ranks (init(comm=[...])) may share the store.
         prefix = f"device/{label}/{'-'.join(map(str, members))}"
         store = SealedStore(admission.store, prefix, admission.session)
-        if members.index(self.rank) == 0:
-            self._plain_stores.append(serve_plain(store, self._address))
-        else:
-            self._plain_stores.append(join_plain(store, self._start_timeout_seconds))
-        opened = self._open_device(store, members.index(self.rank), len(members), device, self._start_timeout_seconds)
+        index, seconds = members.index(self.rank), self._start_timeout_seconds
+        store.open_plain(self._address if index == 0 else None, seconds)
+        self._device_stores.append(store)
+        opened = self._open_device(store, index, len(members), device, seconds)
         if opened is not None:
             self._device_collectives.append(opened)
         return opened
@@ -76,4 +74,4 @@ class TorchTransport(GlooTransport):
     def close(self, graceful: bool) -> None:
         super().close(graceful)
         self._admission = None
-        self._plain_stores.clear()
+        self._device_stores.clear()

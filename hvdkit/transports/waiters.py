@@ -1,17 +1,19 @@
-"""Daemon threads that wait in blocking calls: started when needed, reused, and never in the way of the process's exit.
+"""Blocking calls of libraries: daemon threads that wait in them, and deadlines for calls that have none.
 
-Gloo tells that a transfer is complete only to a thread that waits for that transfer. Two ranks mostly post their
-transfers in the same order, and each connection completes them in that order, so a single thread that waits for one
-transfer after the other sees each completion in time, at a fraction of the switches between threads. The order may also
-differ: a peer may post the awaited transfer only after this rank has seen a later transfer complete.
-Therefore ``Waiters.relieve`` gives a thread to each queued call as soon as no call has returned for a while.
+Gloo tells that a transfer is complete only to a thread that waits for that transfer. Each connection mostly completes
+transfers in the order in which they were posted, so a single thread that waits for one after the other sees each
+completion in time, at a fraction of the switches between threads. But a peer may post the awaited transfer only after
+this rank has seen a later one complete: ``Waiters.relieve`` gives a thread to each queued call while none returns.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
@@ -19,6 +21,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Wait = Callable[[], None]
+
+STANDARD_ERROR = 2  # sys.stderr may be no file, as in a notebook
+LONGEST_SECONDS = 1e6  # faulthandler takes no more
+# More for the store of torch.distributed, which breaks its deadlines while the rank that serves it is stopped.
+LONGEST_ANSWER_SECONDS = 2.0
+STOPPED = "HINT: see whether that process was stopped, and whether its host can still be reached."
 
 CALLS_IN_TURN = 1
 STUCK_SECONDS = 0.1
@@ -32,8 +40,7 @@ class Waiters:
         self._name = name
         self._calls: SimpleQueue[Wait | None] = SimpleQueue()  # for idle threads; None ends a thread
         self._lock = threading.Lock()
-        self._started = 0
-        self._idle = 0
+        self._started = self._idle = 0
         self._threads: set[threading.Thread] = set()
         self._queue: deque[Wait] = deque()  # calls for which it is not yet the turn
         self._in_turn = 0  # threads that take turns
@@ -109,27 +116,44 @@ class TimedCall(Generic[T]):
     """
 
     def __init__(self, action: Callable[[], T], name: str) -> None:
-        self._due, self._done = threading.Event(), threading.Event()
-        self._results: list[T] = []
-        self._error: BaseException | None = None
+        self._due = threading.Event()
+        self._outcome: Future[T] = Future()
 
         def run() -> None:
             self._due.wait()
             try:
-                self._results.append(action())
-            except BaseException as error:  # raised by ``result``
-                self._error = error
-            self._done.set()
+                self._outcome.set_result(action())
+            except BaseException as error:
+                self._outcome.set_exception(error)
 
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def within(self, seconds: float) -> bool:
         """Make the call. True if it returned in time; otherwise its thread is left behind."""
         self._due.set()
-        return self._done.wait(seconds)
+        return bool(wait([self._outcome], seconds).done)
 
     def result(self) -> T:
         """Return the result of the call, which has returned, or raise its exception."""
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        return self._outcome.result()
+
+
+@contextmanager
+def ends_process_after(seconds: float, message: str) -> Iterator[None]:
+    """End this process, with ``message`` and status 1, if the block takes longer than ``seconds``.
+
+    For calls that let no Python thread run. Without native kernels, faulthandler prints a traceback in place of the
+    message, and takes the user's alarm.
+    """
+    seconds = min(seconds, LONGEST_SECONDS)
+    try:
+        from hvdkit.kernels._native import LastResort
+    except ImportError:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=STANDARD_ERROR)
+        cancel = faulthandler.cancel_dump_traceback_later
+    else:
+        cancel = LastResort(seconds, f"hvdkit: {message}\n").cancel
+    try:
+        yield
+    finally:
+        cancel()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.gpu import streams
 from hvdkit.transports.gpu.device import TorchDeviceCollectives
-from hvdkit.transports.gpu.host_copies import Locked, StreamCopies
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
+from hvdkit.transports.gpu.streams import Locked, StreamCopies
 
 pytestmark = pytest.mark.skipif(not nccl_available(), reason="needs a GPU")
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from hvdkit.kernels import ReduceOp, Scale, numpy_codecs, numpy_kernels, numpy_low_rank, numpy_sparse
+from hvdkit.kernels import ReduceOp, Scale, numpy_codecs, numpy_kernels, numpy_sparse
 from tests.kernels.arrays import native, needs_native
 
 TINY, TWICE = np.float32(1e-40), np.float32(2e-40)  # nothing may be computed from them in here
 PLACES = np.arange(512, dtype=np.uint32)
 
 
-modules = (numpy_kernels, numpy_codecs, numpy_low_rank, numpy_sparse)
+modules = (numpy_kernels, numpy_codecs, numpy_sparse)
 twins = SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
 pytestmark = pytest.mark.parametrize(
     "kernels", [pytest.param(twins, id="numpy"), pytest.param(native, id="native", marks=needs_native)]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from hvdkit import kernels
-from hvdkit.kernels import numpy_low_rank
+from hvdkit.kernels import numpy_codecs
 
 native = pytest.mark.skipif(kernels.backend() != "native", reason="the native kernels were not built")
-BOTH = [pytest.param(kernels, marks=native, id="native"), pytest.param(numpy_low_rank, id="numpy")]
+BOTH = [pytest.param(kernels, marks=native, id="native"), pytest.param(numpy_codecs, id="numpy")]
 SHAPES = [(1, 1, 1), (1, 40, 1), (40, 1, 1), (5, 17, 2), (33, 48, 4), (100, 70, 5), (64, 1100, 7), (3, 530, 3)]
 
 
@@ -33,7 +33,7 @@ def steps(module: ModuleType, rows: int, cols: int, rank: int) -> list[np.ndarra
 @native
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
 def test_both_give_the_same_bits_and_result_and_rest_are_the_matrix(rows, cols, rank):
-    of_both = [steps(module, rows, cols, rank) for module in (kernels, numpy_low_rank)]
+    of_both = [steps(module, rows, cols, rank) for module in (kernels, numpy_codecs)]
     for got, expected in zip(*of_both, strict=True):
         assert got.tobytes() == expected.tobytes()
     _, _, result, rest = of_both[1]
@@ -46,7 +46,7 @@ def test_both_give_the_same_bits_and_result_and_rest_are_the_matrix(rows, cols, 
 @pytest.mark.parametrize(("rows", "cols", "rank"), SHAPES)
 def test_what_is_added_has_the_same_bits_and_those_of_two_passes(rows, cols, rank, odd):
     results = []
-    for module in (kernels, numpy_low_rank):
+    for module in (kernels, numpy_codecs):
         added, gradient, left = matrix_of(rows, cols), matrix_of(rows, cols, 2), np.zeros(rank * rows, np.float32)
         if odd is not None:
             gradient[odd[0] % gradient.size] = odd[1]

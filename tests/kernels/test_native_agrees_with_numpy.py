@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from hvdkit.kernels import numpy_kernels
 from hvdkit.kernels.dtypes import BFLOAT16, DTYPES, FLOATS
-from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.kernels.scale import LARGEST_DIVISOR, Scale
+from hvdkit.kernels.reduce_op import LARGEST_DIVISOR, ReduceOp, Scale
 from tests.kernels.arrays import KERNEL_OPS, assert_same_bits, destinations, misaligned, native, needs_native, values
 
 pytestmark = needs_native

@@ -7,7 +7,7 @@ import pytest
 
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.kernels.dtypes import DTYPES, HALVES
-from hvdkit.kernels.scale import LARGEST_DIVISOR
+from hvdkit.kernels.reduce_op import LARGEST_DIVISOR
 from tests.kernels.arrays import BACKENDS
 
 pytestmark = pytest.mark.parametrize("kernels", BACKENDS)

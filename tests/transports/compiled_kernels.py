@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hvdkit.transports.gpu import triton_codecs, triton_topk
+from hvdkit.transports.gpu import triton_kernels
 
 CAPABILITIES = (80, 90)  # A100, H100 and H200
 FLOATS = ("values", "kept", "left", "rows", "thresholds")
@@ -25,16 +25,16 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """A name, a kernel and the values of its constant arguments."""
     for bits, block in ((8, 256), (8, 48), (4, 256), (4, 48), (1, 1024)):
         width = triton.next_power_of_2(block)
-        shape = {"BITS": bits, "BLOCK": block, "WIDTH": width, "GROUP": max(1, triton_codecs.TILE // width)}
-        yield f"encode {bits} bits, {block}", triton_codecs._encode, {**shape, "KEEPS": True}
-        yield f"decode {bits} bits, {block}", triton_codecs._decode, shape
+        shape = {"BITS": bits, "BLOCK": block, "WIDTH": width, "GROUP": max(1, triton_kernels.TILE // width)}
+        yield f"encode {bits} bits, {block}", triton_kernels._encode, {**shape, "KEEPS": True}
+        yield f"decode {bits} bits, {block}", triton_kernels._decode, shape
     nothing_kept = {"kept": None, "left": None, "KEEPS": False}
-    yield "encode 8 bits, nothing kept", triton_codecs._encode, {**shape, **nothing_kept}
+    yield "encode 8 bits, nothing kept", triton_kernels._encode, {**shape, **nothing_kept}
     for kept in ({"KEEPS": True}, nothing_kept):
-        yield "estimate", triton_topk._estimate, {**kept, "SAMPLE": triton_topk.SAMPLE}
-        yield "survey", triton_topk._survey, {**kept, "TILE": triton_topk.TILE}
-        yield "place", triton_topk._place, {**kept, "CHUNK": triton_topk.CHUNK}
-        yield "take", triton_topk._take, {**kept, "TILE": triton_topk.TILE}
+        yield "estimate", triton_kernels._estimate, {**kept, "SAMPLE": triton_kernels.SAMPLE}
+        yield "survey", triton_kernels._survey, {**kept, "TILE": triton_kernels.TILE}
+        yield "place", triton_kernels._place, {**kept, "CHUNK": triton_kernels.CHUNK}
+        yield "take", triton_kernels._take, {**kept, "TILE": triton_kernels.TILE}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> Any:

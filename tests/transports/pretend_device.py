@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from hvdkit.engine.steps import registration
 from hvdkit.transports.gpu.device import TorchDeviceCollectives
-from hvdkit.transports.gpu.host_copies import StreamCopies
 from hvdkit.transports.gpu.nccl import exchange
+from hvdkit.transports.gpu.streams import StreamCopies
 from hvdkit.transports.torch_distributed import TorchTransport
 from tests import ranks
 from tests.transports.launched import COUNT

@@ -17,7 +17,7 @@ def ended(seconds: float, inside: str, before: str = "") -> subprocess.Completed
     program = f"""
 import ctypes, sys, time
 {before}
-from hvdkit.transports.last_resort import ends_process_after
+from hvdkit.transports.waiters import ends_process_after
 with ends_process_after({seconds}, "rank 1 waited.\\nHINT: look."):
     {inside}
 time.sleep({seconds + 0.3})

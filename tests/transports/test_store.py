@@ -12,7 +12,7 @@ import pytest
 
 from hvdkit.errors import AuthenticationError
 from hvdkit.transports.security import store as store_module
-from hvdkit.transports.security.credentials import PROOF_BYTES, Credentials, Initiator
+from hvdkit.transports.security.credentials import PROOF_BYTES, Credentials, initiate
 from hvdkit.transports.security.listening import listen
 from hvdkit.transports.security.store import STORE, RendezvousStore, StoreServer, connect
 from tests.transports.shared import until
@@ -88,10 +88,9 @@ def test_what_a_stranger_sends_is_not_kept(place, begin):
 
 
 def test_a_stranger_who_cannot_prove_the_secret_stores_nothing(place):
-    side = Initiator(Credentials(b"a guess", "job", 0), 1, STORE)
     request = store_module._REQUEST.pack(store_module.SET, 0, 0)
     with socket.create_connection(place.address, timeout=SECONDS) as connection:
-        connection.sendall(side.hello)
+        next(initiate(Credentials(b"a guess", "job", 0), 1, STORE, connection.sendall))
         assert len(connection.recv(4096)) > 0
         connection.sendall(bytes(PROOF_BYTES) + request)
         with contextlib.suppress(ConnectionResetError):

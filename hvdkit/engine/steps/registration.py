@@ -108,7 +108,7 @@ def copies_opener(device: str) -> Callable[[Array], HostCopies] | None:
     """Return what opens copies between a device and a block of host memory; None where gradients are not on CUDA."""
     if device.partition(":")[0] != "cuda":
         return None
-    from hvdkit.transports.gpu.host_copies import open_copies
+    from hvdkit.transports.gpu.streams import open_copies
 
     return partial(open_copies, device)
 

@@ -26,12 +26,11 @@ from hvdkit.config import Settings
 from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
 from hvdkit.environments.base import World
 from hvdkit.errors import HorovodInternalError, PeerLostError
-from hvdkit.transports.base import Transport
+from hvdkit.transports.base import SoloTransport, Transport
 from hvdkit.transports.gloo import GlooTransport, open_gloo
 from hvdkit.transports.security.admission import Admission, Authenticator, absent_after, introduction_key, pack_address
 from hvdkit.transports.security.credentials import Credentials, new_nonce
 from hvdkit.transports.security.listening import addresses_for, listen
-from hvdkit.transports.solo import SoloTransport
 
 logger = logging.getLogger("hvdkit")
 

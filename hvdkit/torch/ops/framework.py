@@ -16,7 +16,7 @@ from hvdkit.api import checks
 from hvdkit.api.framework import RESULTS, Framework
 from hvdkit.api.operations import Operations
 from hvdkit.engine.ops.batch import DeviceArray
-from hvdkit.transports.gpu.host_copies import as_tensor as as_tensor
+from hvdkit.transports.gpu.streams import as_tensor as as_tensor
 from hvdkit.transports.gpu.streams import cuda_mark
 
 Array = npt.NDArray[Any]

@@ -14,7 +14,7 @@ from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.torch.ops.allgather import grouped_allgather_async
 from hvdkit.torch.ops.framework import OPERATIONS
 from hvdkit.torch.ops.sync import synchronize
-from hvdkit.transports.gpu.device_scale import rescale_
+from hvdkit.transports.gpu.device_codecs import rescale_
 
 
 def sparse_allreduce_async(

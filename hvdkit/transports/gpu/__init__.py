@@ -7,9 +7,7 @@
 - Host memory, staged by the calling thread: everything else on CUDA, such as alltoall, reduce-scatter, Adasum, scaled
   integers, int16, and optimizers whose parameters are on several devices.
 
-The engine knows no framework: to it, a buffer of a device is opaque (``DeviceCollectives`` in ``transports/base.py``).
-Buckets have DistributedDataParallel's size here, since the host's measurements say nothing about NCCL. A CUDA graph
-cannot capture an operation: ``cuda_mark`` refuses. A capture in PyTorch's default mode also ends if another thread
-queries an event, as the engine's thread does while an operation is in flight: capture when no operation is, or with
-``capture_error_mode="thread_local"``.
+A CUDA graph cannot capture an operation: ``cuda_mark`` refuses. A capture in PyTorch's default mode also ends if
+another thread queries an event, as the engine's thread does while an operation is in flight: capture when no operation
+is, or with ``capture_error_mode="thread_local"``.
 """

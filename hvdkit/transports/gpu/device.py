@@ -1,9 +1,8 @@
 """Collectives on tensors of one kind of device, over a torch process group that hvdkit alone uses (NCCL for CUDA).
 
 A collective is launched as a whole, copies and arithmetic included, on a stream of the group's own, behind the marks of
-the threads that wrote its inputs. So the process group sees its operations in the order in which the engine started
-them, which is the same on all ranks. Nothing here blocks. An operation is done when the host has seen the stream pass
-its end, so that its results may be read on any stream.
+the threads that wrote its inputs: in the order in which the engine starts it, the same on all ranks. An operation is
+done when the host has seen the stream pass its end, so that its results may be read on any stream.
 """
 
 from __future__ import annotations
@@ -20,21 +19,16 @@ from hvdkit.compression import LossyCodec
 from hvdkit.errors import PeerLostError
 from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.transports.base import DeviceCollectives, Transfer
+from hvdkit.transports.gpu.device_codecs import rescale_
 from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
-from hvdkit.transports.gpu.device_scale import rescale_
 from hvdkit.transports.gpu.streams import DeviceTransfer, Launch, Stream, Wait, collective_failed
 
-_OPS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
-_LOCAL_OPS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
+# The operations of a process group and of torch.
+_OPS: dict[ReduceOp, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
+    ReduceOp.SUM: (dist.ReduceOp.SUM, torch.add),
+    ReduceOp.MIN: (dist.ReduceOp.MIN, torch.minimum),
+    ReduceOp.MAX: (dist.ReduceOp.MAX, torch.maximum),
+    ReduceOp.PRODUCT: (dist.ReduceOp.PRODUCT, torch.mul),
 }
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -47,10 +41,8 @@ class TorchDeviceCollectives(DeviceCollectives):
     """
 
     def __init__(self, group: Any, device: torch.device, stream: Stream) -> None:
-        self._group = group
+        self._group, self._device, self._stream = group, device, stream
         self._rank, self._size = int(group.rank()), int(group.size())
-        self._device = device
-        self._stream = stream
         self._coalesces = hasattr(group, "allreduce_coalesced")
 
     def allocate(self, elements: int, dtype: str) -> Tensor:
@@ -174,16 +166,13 @@ class TorchDeviceCollectives(DeviceCollectives):
             self._reduce_halves(flat, wire, op, scale, wait)
             return
         options: Any = dist.AllreduceCoalescedOptions() if several else dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = _OPS[op][0]
         wait((self._group.allreduce_coalesced if several else self._group.allreduce)(flats, options))
         for flat in flats:
             rescale_(flat, scale)
 
     def _reduce_halves(self, flat: Tensor, wire: torch.dtype, op: ReduceOp, scale: Scale, wait: Wait) -> None:
-        """Reduce in two phases as on the host: exchange chunks, reduce one in fp32 (fp64 for doubles), gather all.
-
-        The process group's own allreduce would round to 16 bits after each addition.
-        """
+        """Reduce as on the host: exchange chunks, reduce one in fp32 (fp64 for doubles), gather all, rounded once."""
         count = flat.numel()
         chunk = -(-count // self._size)
         outgoing = torch.zeros(chunk * self._size, dtype=wire, device=flat.device)
@@ -194,7 +183,7 @@ class TorchDeviceCollectives(DeviceCollectives):
         parts = incoming.view(self._size, chunk)
         total = parts[0].to(wide)
         for part in parts[1:]:
-            total = _LOCAL_OPS[op](total, part.to(wide))
+            total = _OPS[op][1](total, part.to(wide))
         wait(self._group._allgather_base(outgoing, rescale_(total, scale).to(wire)))
         flat.copy_(outgoing[:count])
 

@@ -1,7 +1,7 @@
-"""Encoding and decoding of lossy codecs' payloads on a device, by torch's operations or Triton's kernels.
+"""Encoding and decoding of lossy codecs' payloads on a device, by torch's operations or Triton's kernels; scaling.
 
-Triton's kernels encode with the residual in one pass and decode in one; top-k's selection takes two. torch's operations
-take about ten and dozens of passes: they are the fallback, and the oracle in tests. A payload means the same as on the
+Triton's kernels take one pass to encode with the residual and one to decode; top-k's selection takes two. torch's
+operations take about ten and dozens: they are the fallback, and the oracle in tests. A payload means the same as on the
 host, but top-k's has exactly as many values as are wanted. Ranks know the sizes of payloads in advance.
 """
 
@@ -11,19 +11,23 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvdkit import kernels
 from hvdkit.compression import DGC, Codec, CodecState, Int4, Int8, OneBit, TopK
 from hvdkit.errors import in_words
+from hvdkit.kernels import BFLOAT16, ONE, Scale
 
 logger = logging.getLogger("hvdkit")
 
-# Devices whose tensors Triton's kernels take.
-TRITON_DEVICES = {"cuda"}
-# Elements of a block at most. A program holds a block in registers; a kernel for larger blocks compiles for minutes.
+# Payloads; their values, or None where nobody needs them; and the new residual, if there is a residual.
+Encoded = tuple[Tensor, Tensor | None, Tensor | None]
+
+TRITON_DEVICES = {"cuda"}  # whose tensors Triton's kernels take
+# A program holds a block of so many elements in registers; a kernel for larger blocks compiles for minutes.
 LARGEST_TRITON_BLOCK = 8192
 NO_TRITON = (
     "codecs encode on the GPU by PyTorch's operations, which takes several times as long as by Triton's kernels, since "
@@ -31,32 +35,50 @@ NO_TRITON = (
 )
 
 
-class _Kernels(NamedTuple):
-    """The kernels of Triton."""
+_CHUNK = 1 << 22  # elements of halves that are converted to a wider type at a time, to limit memory
 
-    encode: Callable[..., None]
-    decode: Callable[..., None]
-    take_largest: Callable[..., tuple[Tensor, Tensor | None]]
+
+def rescale_(flat: Tensor, scale: Scale) -> Tensor:
+    """Multiply a flat contiguous tensor of a floating type by ``scale`` in place, with the bits of the host's kernels.
+
+    On the CPU these kernels compute, since PyTorch's threads may flush subnormals. Returns the tensor.
+    """
+    if scale == ONE:
+        return flat
+    if flat.device.type == "cpu":
+        values = flat.detach()
+        is_bfloat16 = flat.dtype == torch.bfloat16
+        array = values.view(torch.int16).numpy().view(BFLOAT16) if is_bfloat16 else values.numpy()
+        kernels.scale_into(array, array, scale)
+    elif flat.dtype not in (torch.float32, torch.float64):
+        for part in torch.split(flat, _CHUNK):
+            part.copy_(rescale_(part.to(torch.float32), scale))
+    elif scale.factor == 1.0:
+        # By a tensor of the device: PyTorch divides by a number of the host by multiplying with a rounded reciprocal.
+        flat.div_(torch.full((), scale.divisor, dtype=flat.dtype, device=flat.device))
+    else:
+        flat.mul_(scale.number)  # which PyTorch rounds to the type of the tensor
+    return flat
 
 
 @functools.cache
-def _triton(device: torch.device) -> _Kernels | None:
-    """Return the kernels of Triton; None if Triton is not installed, or cannot compile for a device."""
+def _triton(device: torch.device) -> Any:
+    """Return the module of Triton's kernels; None if Triton is not installed, or cannot compile for a device."""
     try:
-        from hvdkit.transports.gpu import triton_codecs, triton_topk
+        from hvdkit.transports.gpu import triton_kernels
     except ImportError:
         return None
     try:
         payload = torch.zeros((1, 20), dtype=torch.uint8, device=device)
-        triton_codecs.decode(payload, torch.empty((1, 16), device=device), 16, 8)
+        triton_kernels.decode(payload, torch.empty((1, 16), device=device), 16, 8)
     except Exception as error:  # Triton, the compiler and the driver raise exceptions of different classes
         logger.warning(NO_TRITON, in_words(error))
         return None
-    return _Kernels(triton_codecs.encode, triton_codecs.decode, triton_topk.take_largest)
+    return triton_kernels
 
 
-def _kernels(tensor: Tensor) -> _Kernels | None:
-    """Return the kernels of Triton for a tensor; None if torch's operations are to be used."""
+def _kernels(tensor: Tensor) -> Any:
+    """Return the module of Triton's kernels for a tensor; None if torch's operations are to be used."""
     return _triton(tensor.device) if tensor.device.type in TRITON_DEVICES else None
 
 
@@ -78,13 +100,8 @@ class Coder(ABC):
         """Add the values of one row's payload to ``flat``."""
         flat.add_(self.decode(payload[None], flat.numel())[0])
 
-    def encode_rest(
-        self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Encode rows plus their residual ``kept``; see ``encode``.
-
-        Returns the payloads, the values of the payloads or None, and the new residual, if there is a residual.
-        """
+    def encode_rest(self, rows: Tensor, kept: Tensor | None, valid: int, phase: int) -> Encoded:
+        """Encode rows plus their residual ``kept``; see ``encode``."""
         wanted = rows if kept is None else rows + kept
         payloads = self.encode(wanted, valid, phase)
         sent = self.decode(payloads, rows.shape[1])
@@ -103,26 +120,23 @@ class Blocks(Coder):
     bits: int
     rounds = True  # to the nearest number, as Triton's kernels do
 
-    def _kernels(self, tensor: Tensor) -> _Kernels | None:
+    def _kernels(self, tensor: Tensor) -> Any:
         return _kernels(tensor) if self.step <= LARGEST_TRITON_BLOCK else None
 
-    def encode_rest(
-        self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        kernels = self._kernels(rows) if self.rounds else None
-        if kernels is None:
+    def encode_rest(self, rows: Tensor, kept: Tensor | None, valid: int, phase: int) -> Encoded:
+        if not self.rounds or (triton := self._kernels(rows)) is None:
             return super().encode_rest(rows, kept, valid, phase)
         nbytes = rows.shape[1] // self.step * (4 + self.step * self.bits // 8)
         payloads = rows.new_empty((len(rows), nbytes), dtype=torch.uint8)
         before, left = (None, None) if kept is None else (kept.contiguous(), torch.empty_like(rows))
-        kernels.encode(rows.contiguous(), before, payloads, left, self.step, self.bits, valid)
+        triton.encode(rows.contiguous(), before, payloads, left, self.step, self.bits, valid)
         return payloads, None, left
 
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        if (kernels := self._kernels(payloads)) is None:
+        if (triton := self._kernels(payloads)) is None:
             return self.decoded(payloads, elements)
         values = payloads.new_empty((len(payloads), elements), dtype=torch.float32)
-        kernels.decode(payloads.contiguous(), values, self.step, self.bits)
+        triton.decode(payloads.contiguous(), values, self.step, self.bits)
         return values
 
     @abstractmethod
@@ -201,8 +215,7 @@ def _shifts(device: torch.device) -> Tensor:
 class Largest(Coder):
     """A coder of a fixed number of each row's values, padded to that number, so that ranks know a payload's size.
 
-    torch's operations take the largest values. Triton's kernels take the values above a threshold, and then the first
-    values that are at most 1.5 % below it.
+    Triton's kernels take the values above a threshold, and then the first values that are at most 1.5 % below it.
     """
 
     def __init__(self, codec: TopK, turn: int, rank: int) -> None:
@@ -221,13 +234,11 @@ class Largest(Coder):
         values = torch.gather(wanted, 1, indices)
         return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)], dim=1)
 
-    def encode_rest(
-        self, rows: Tensor, kept: Tensor | None, valid: int, phase: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if (kernels := _kernels(rows)) is None:
+    def encode_rest(self, rows: Tensor, kept: Tensor | None, valid: int, phase: int) -> Encoded:
+        if (triton := _kernels(rows)) is None:
             return super().encode_rest(rows, kept, valid, phase)
         before = None if kept is None else kept.contiguous()
-        payloads, left = kernels.take_largest(rows.contiguous(), before, self._count(rows.shape[1]))
+        payloads, left = triton.take_largest(rows.contiguous(), before, self._count(rows.shape[1]))
         return payloads, self.decode(payloads, rows.shape[1]) if self._masks else None, left
 
     def add_to(self, flat: Tensor, payload: Tensor) -> None:

@@ -1,13 +1,12 @@
-"""Encoded sums of tensors of a device, with error feedback: launched without waiting for any result.
+"""Encoded sums of tensors of a device, with the error feedback of hvdkit.collectives.compressed.
 
-All ranks know the sizes of payloads in advance, so the host reads nothing from the device. Error feedback is that of
-hvdkit.collectives.compressed: each rank keeps what it did not send to an element's owner, and the owner keeps what it
-did not pass on. Where a value is not finite, a value near it is decoded as not finite, and the residual stays.
+All ranks know the sizes of payloads in advance, so the host reads nothing from the device. Where a value is not finite,
+a value near it is decoded as not finite, and the residual stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hvdkit.compression import DGC, Codec, CodecState, LossyCodec, PowerSGD
+from hvdkit.compression import DGC, CodecState, LossyCodec, PowerSGD
 from hvdkit.compression.dgc import VELOCITY
 from hvdkit.compression.state import OWED, RESIDUAL, Key
 from hvdkit.kernels import Scale
-from hvdkit.transports.gpu.device_codecs import CODERS, Coder, lacks
-from hvdkit.transports.gpu.device_scale import rescale_
+from hvdkit.transports.gpu.device_codecs import CODERS, Coder, lacks, rescale_
 from hvdkit.transports.gpu.streams import Wait
 
 
 class DeviceMemory:
-    """The arrays that a codec keeps of a bucket on the device. The first operation makes them, on its stream.
-
-    ``gaps`` are the elements that belong to no tensor.
-    """
+    """The arrays that a codec keeps of a bucket on the device. The first operation makes them, on its stream."""
 
     def __init__(
         self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]], device: torch.device
@@ -60,15 +55,14 @@ class DeviceMemory:
 
     def sent(self, values: Tensor) -> None:
         """Clear the velocity, if the codec keeps it, where this rank has sent values."""
-        velocity = self.array(VELOCITY)
-        if velocity is not None:
+        if (velocity := self.array(VELOCITY)) is not None:
             velocity.masked_fill_(torch.isfinite(values) & (values != 0), 0.0)
 
     def pay(self, debtors: Sequence[tuple[int, Tensor]], prescale: float) -> float:
         """Multiply flat gradients by ``prescale`` and add what is owed to them, by the rules of ``Residuals.pay``.
 
-        ``debtors`` are the offset of each gradient and the gradient. Returns the factor that all gradients still need:
-        ``prescale``, or 1.0 if there are debtors (other gradients are zeros then).
+        ``debtors`` has each gradient with its offset. Returns the factor that all gradients still need: ``prescale``,
+        or 1.0 if there are debtors (other gradients are zeros then).
         """
         owed = self.array(OWED) if debtors else None
         if owed is None:
@@ -160,10 +154,16 @@ def reduce_encoded(exchange: Exchange, buffer: Tensor, memory: DeviceMemory) -> 
         return
     flat = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
     memory.clear_gaps(flat)
-    codec = exchange.codec
-    if (prepare := _PREPARE.get(type(codec))) is not None:
-        prepare(codec, flat, memory, exchange.size)
-    _WAYS[exchange.way](exchange, flat, memory)
+    if isinstance(exchange.codec, DGC):
+        _add_to_velocity(exchange.codec, flat, memory, exchange.size)
+    if exchange.way == "sums":
+        _low_rank(exchange, flat, memory)
+    elif (coder := exchange.coder()).sends_all:
+        _all(exchange, flat, memory)
+    elif exchange.way == "gather":
+        _gather(exchange, coder, flat, memory)
+    else:
+        _two_phase(exchange, coder, flat, memory)
     if flat is not buffer:
         buffer.copy_(flat)
 
@@ -180,12 +180,9 @@ def _all(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
     memory.sent(sent)
 
 
-def _gather(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
+def _gather(exchange: Exchange, coder: Coder, flat: Tensor, memory: DeviceMemory) -> None:
     """Send the payload of all elements to all ranks."""
-    residual, coder, count = memory.array(RESIDUAL), exchange.coder(), flat.numel()
-    if coder.sends_all:
-        _all(exchange, flat, memory)
-        return
+    residual, count = memory.array(RESIDUAL), flat.numel()
     payload, sent, left = coder.encode_rest(flat[None], None if residual is None else residual[None], count, 0)
     payloads = exchange.gather(payload[0])
     flat.zero_()
@@ -198,12 +195,9 @@ def _gather(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
         memory.sent(sent[0])
 
 
-def _two_phase(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
+def _two_phase(exchange: Exchange, coder: Coder, flat: Tensor, memory: DeviceMemory) -> None:
     """Send chunk p of all ranks to rank p, which sums the chunks, encodes the sum and sends it to all ranks."""
-    residual, coder = memory.array(RESIDUAL), exchange.coder()
-    if coder.sends_all:
-        _all(exchange, flat, memory)
-        return
+    residual = memory.array(RESIDUAL)
     count, size, me = flat.numel(), exchange.size, exchange.rank
     chunk = -(-count // (size * coder.step)) * coder.step
     rows = pad(flat, (0, size * chunk - count)).view(size, chunk)
@@ -282,12 +276,6 @@ def _low_rank(exchange: Exchange, flat: Tensor, memory: DeviceMemory) -> None:
         rescale_(flat[begin : begin + rows * cols], exchange.scale)
     for begin, rows, cols in plain:
         rescale_(flat[begin : begin + rows * cols].copy_(summed[begin]), exchange.scale)
-
-
-# By LossyCodec.way.
-_WAYS = {"gather": _gather, "two_phase": _two_phase, "sums": _low_rank}
-# The twins of codecs' ``prepare``.
-_PREPARE: dict[type[Codec], Callable[[Any, Tensor, DeviceMemory, int], None]] = {DGC: _add_to_velocity}
 
 
 def _sent_to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +14,14 @@ from hvdkit.environments.libraries import for_a_while, nccl_host
 from hvdkit.errors import AuthenticationError, PeerLostError
 from hvdkit.transports.gpu.device import TorchDeviceCollectives
 from hvdkit.transports.gpu.streams import CudaStream
-from hvdkit.transports.security.admission import absent_after
-from hvdkit.transports.security.sealed_store import plain_store
+from hvdkit.transports.security.admission import NEVER, absent_after
 from hvdkit.transports.waiters import TimedCall
 
 T = TypeVar("T")
 
 logger = logging.getLogger("hvdkit")
 
-# The time limit of NCCL's watchdog. Deadlines are the engine's, which notices lost ranks over the transport.
-NEVER = timedelta(days=3650)
-# The watchdog may end a communicator, never the process. Torch has no argument for it.
+# NCCL's watchdog may end a communicator, never the process. Torch has no argument for it.
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -50,7 +46,7 @@ def nccl_version() -> int:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return a name of this GPU that differs from those of other GPUs, and of other hosts by NCCL_HOSTID, as for NCCL.
+    """Return a name of this GPU, unlike those of others. Hosts differ by NCCL_HOSTID, as for NCCL.
 
     With a different NCCL_HOSTID on each rank, ranks can share a GPU by NCCL, which then sends over a network.
     """
@@ -85,9 +81,10 @@ def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: floa
         torch.cuda.set_device(device)
         with for_a_while(WATCHDOG):
             options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = NEVER
+            options._timeout = NEVER  # deadlines are the engine's, which notices lost ranks over the transport
             nccl: Any = dist.ProcessGroupNCCL  # its collectives are missing from the stubs
-            group = nccl(plain_store(store), rank, size, options)  # its watchdog asks the store, without Python
+            # The watchdog asks the store without Python.
+            group = nccl(getattr(store, "plain", store), rank, size, options)
         # The first collective makes the communicator, and blocks until all ranks are there.
         group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.current_stream(device).synchronize()

@@ -1,14 +1,27 @@
-"""Streams of a device, on which work is launched in order beside the threads of the training script."""
+"""Streams of a device, on which work runs in order beside the threads of the training script, and copies on them.
+
+Copies are between tensors of a GPU and a block of host memory, which is page-locked, so that the GPU copies without the
+processor. The block may be memory of the node, in which its ranks then sum. A bucket is copied when it is complete: a
+blocking copy in each hook would delay the thread that launches kernels. The gain was not measured yet.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic, sleep
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hvdkit.errors import PeerLostError
+from hvdkit.kernels import BFLOAT16
+from hvdkit.transports.base import HostCopies, Pairs, Transfer
+
+logger = logging.getLogger("hvdkit")
 
 CAPTURED = (
     "a CUDA graph cannot capture an operation of hvdkit, in which threads of the host take part: each replay would use "
@@ -16,11 +29,15 @@ CAPTURED = (
     "HINT: capture the model by torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead'), and leave "
     "operations, backward() and optimizer.step() outside of graphs of your own."
 )
+NOT_LOCKED = (
+    "the %d bytes of host memory in which gradients of GPUs are summed could not be page-locked, so that copies are "
+    "slower: %s"
+)
+# Time that closing copies waits for those under way, which depend on this rank's own work on the GPU alone.
+LAST_COPIES_SECONDS = 10.0
 
-# Puts the work that follows on the stream behind a collective's work.
-Wait = Callable[[Any], None]
-# Launches collectives and arithmetic on the stream.
-Launch = Callable[[Wait], None]
+Wait = Callable[[Any], None]  # puts the work that follows on the stream behind a collective's work
+Launch = Callable[[Wait], None]  # launches collectives and arithmetic on the stream
 
 
 class End(Protocol):
@@ -28,11 +45,9 @@ class End(Protocol):
 
     def query(self) -> bool:
         """True if the work is over. Raises RuntimeError if it failed."""
-        ...
 
     def synchronize(self) -> None:
         """Block until the work is over or failed."""
-        ...
 
 
 class Stream(Protocol):
@@ -40,19 +55,13 @@ class Stream(Protocol):
 
     def mark(self, device: torch.device) -> Any:
         """Return a point in the calling thread's work on ``device``."""
-        ...
 
     def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Launch) -> End:
         """Run ``work`` behind the marks ``after``. ``tensors`` belong to others and must outlive the work."""
-        ...
 
 
 def cuda_mark(device: torch.device) -> Any:
-    """Return an event behind the calling thread's work on a GPU.
-
-    Raises:
-        ValueError: that work is being captured in a CUDA graph.
-    """
+    """Return an event behind the calling thread's work on a GPU. Raises ValueError while a CUDA graph captures it."""
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(CAPTURED)
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -64,8 +73,7 @@ class CudaEnd:
     """An event behind the last kernel, and the collectives before it, each of which NCCL may have given up."""
 
     def __init__(self, event: Any, works: list[Any]) -> None:
-        self._event = event
-        self._works = works
+        self._event, self._works = event, works
 
     def query(self) -> bool:
         if not self._event.query():
@@ -88,8 +96,7 @@ class CudaStream:
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
-    def mark(self, device: torch.device) -> Any:
-        return cuda_mark(device)
+    mark = staticmethod(cuda_mark)
 
     def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Launch) -> End:
         if device not in self._streams:
@@ -139,3 +146,99 @@ class DeviceTransfer:
 def collective_failed(error: RuntimeError) -> PeerLostError:
     """Return the error of a collective that failed on the device."""
     return PeerLostError(f"the device's collective failed: {str(error).splitlines()[0]}")
+
+
+_never_unlocked: list[Any] = []  # memory that copies may still reach
+_left_open: list[tuple[End | None, Any]] = []  # copies that were not closed; the next open_copies() unlocks them
+
+
+def open_copies(device: str, block: Any) -> HostCopies:
+    """Page-lock a block of bytes, and return copies between ``device`` ("cuda:0") and the block."""
+    while _left_open:
+        _unlock_after(*_left_open.pop())
+    return StreamCopies(torch.device(device), CudaStream(), Locked(block, torch.device(device)))
+
+
+class Locked:
+    """Page-locked host memory; ordinary memory where the system or CUDA refuses to lock it."""
+
+    def __init__(self, block: Any, device: torch.device) -> None:
+        self._block = block  # keeps the memory mapped while it is locked
+        self._address = block.__array_interface__["data"][0]
+        self.is_locked = False
+        if not block.nbytes:
+            return
+        with torch.cuda.device(device):
+            self._cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = self._cuda.cudaHostRegister(self._address, block.nbytes, 0)
+            self.is_locked = int(status) == 0
+            if not self.is_locked:
+                logger.warning(NOT_LOCKED, block.nbytes, self._cuda.cudaGetErrorString(status))
+                try:
+                    torch.zeros(1, device=device)  # takes CUDA's record of the error, which a later kernel would raise
+                except RuntimeError as error:
+                    logger.debug("CUDA's last error was: %s", error)
+
+    def close(self) -> None:
+        """Unlock the memory, after the last copy."""
+        if self.is_locked:
+            self.is_locked = False
+            self._cuda.cudaHostUnregister(self._address)
+        self._block = None
+
+
+class StreamCopies(HostCopies):
+    """Copies on a stream. ``locked`` holds the block of the host until ``close``."""
+
+    def __init__(self, device: torch.device, stream: Stream, locked: Any) -> None:
+        self._device, self._stream, self._locked = device, stream, locked
+        self._last: End | None = None
+
+    def mark(self) -> Any:
+        return self._stream.mark(self._device)
+
+    def to_host(self, pairs: Pairs, after: Sequence[Any]) -> Transfer:
+        hosts, tensors = [as_tensor(array) for array, _ in pairs], [tensor for _, tensor in pairs]
+        return self._launch(hosts, tensors, tensors, [mark for mark in after if mark is not None])
+
+    def to_device(self, pairs: Pairs) -> Transfer:
+        hosts, tensors = [as_tensor(array) for array, _ in pairs], [tensor for _, tensor in pairs]
+        return self._launch(tensors, hosts, tensors, [])
+
+    def _launch(
+        self, into: list[Tensor], out_of: list[Tensor], tensors: list[Tensor], after: list[Any]
+    ) -> DeviceTransfer:
+        def work(wait: Wait) -> None:
+            torch._foreach_copy_(into, out_of, non_blocking=True)
+
+        with torch.no_grad():
+            self._last = self._stream.launch(self._device, after, tensors, work)
+        return DeviceTransfer(self._last, [*into, *out_of])
+
+    def close(self) -> None:
+        locked, self._locked = self._locked, None
+        if locked is not None:
+            _unlock_after(self._last, locked)
+
+    def __del__(self) -> None:
+        # Garbage collection may run during the capture of a CUDA graph, which a query of an event would end.
+        if self._locked is not None:
+            _left_open.append((self._last, self._locked))
+
+
+def _unlock_after(last: End | None, locked: Any) -> None:
+    deadline = monotonic() + LAST_COPIES_SECONDS
+    with suppress(RuntimeError):  # the device failed, and no longer copies
+        while last is not None and not last.query():
+            if monotonic() > deadline:
+                _never_unlocked.append(locked)
+                return
+            sleep(0.001)
+    locked.close()
+
+
+def as_tensor(array: Any) -> Tensor:
+    """Return a CPU tensor of an array's shape that shares its memory."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

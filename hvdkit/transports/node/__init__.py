@@ -1,16 +1,15 @@
 """Memory that the ranks of a node share, messages through it, and signs of life.
 
-The lowest rank of a node makes an anonymous sparse file at init, and the other ranks map it (``memory``). The file is
-divided into segments by numbers that all ranks know: each lane and each process set has a segment of its own
-(``engine/session/sharing``), so no rank allocates. No segment is used again; a lane or process set without a
-segment goes by messages. If a rank cannot get the memory, its whole node goes without, and says the reason once.
+The lowest rank of a node makes an anonymous sparse file at init, and the other ranks map it (``memory``). Each lane and
+each process set has a segment of its own, by numbers that all ranks know, so no rank allocates. No segment is used
+again; a lane or process set without a segment goes by messages. If a rank cannot get the memory, its whole node goes
+without, and says the reason once.
 
 - Messages (``transport``, ``csrc/post``) pass through two rings of bytes for each pair of ranks, one of them for
   control messages. If all ranks of the job are on one node, the transport below is never polled.
 - Each rank has an event counter with a futex, which ranks and threads ring when they have moved something for it.
 - Tensors anywhere (``csrc/staged``, ``collectives/staging``) pass in chunks through slots of the ranks.
 - Gradients (``engine/steps/node_pass``, ``csrc/in_place``) are summed where they lie, out of all ranks' memory.
-- Signs of life (``heartbeat``) are counted in the memory, and between nodes sent over connections of their own.
 """
 
 SEGMENT_BYTES = 1 << 40

@@ -1,10 +1,9 @@
 """Signs of life from below Python: which ranks watch each other, and the connections between nodes that carry beats.
 
 A library that keeps Python's lock keeps a rank from answering, but not its thread of C++ from beating. Ranks of a node
-see each other's beats in shared memory. Between nodes neither MPI nor Gloo can carry beats without Python, so beats
-have connections of their own, with a byte for each beat. A rank is connected to the rank with its index on each other
-node, and counts that rank's beats for all ranks of its own node. An intruder on such a connection can at most make a
-stopped rank look alive, until the longer timeout.
+see each other's beats in shared memory. Between nodes beats have connections of their own, with a byte for each beat: a
+rank is connected to the rank with its index on each other node, and counts that rank's beats for all ranks of its own
+node. An intruder there can at most make a stopped rank look alive, until the longer timeout.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from hvdkit import kernels
 from hvdkit.environments.base import World
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.transports.base import Exchange, Transport
+from hvdkit.transports.link import receive
 from hvdkit.transports.security.credentials import TAG_BYTES, Credentials, new_nonce
 from hvdkit.transports.security.listening import addresses_for, listen
 
@@ -38,16 +39,18 @@ RANK_BYTES = 4
 
 
 def watching_pairs(nodes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks, the lower rank first, whose connections let each node watch each rank elsewhere.
+    """Return the pairs of ranks, the lower first, whose connections let each node watch each rank elsewhere.
 
     On each other node, the rank with the same index, modulo the number of ranks there, watches a rank.
     """
-    pairs = set()
-    for node in nodes:
-        for index, rank in enumerate(node):
-            watchers = [other[index % len(other)] for other in nodes if other is not node]
-            pairs |= {(min(rank, watcher), max(rank, watcher)) for watcher in watchers}
-    return sorted(pairs)
+    watching = [
+        (rank, other[index % len(other)])
+        for node in nodes
+        for index, rank in enumerate(node)
+        for other in nodes
+        if other is not node
+    ]
+    return sorted({(min(pair), max(pair)) for pair in watching})
 
 
 def start_heartbeat(
@@ -61,9 +64,8 @@ def start_heartbeat(
     nodes = transport.nodes or [[rank] for rank in range(transport.size)]
     connections: dict[int, socket.socket] = {}
     if len(nodes) > 1:
-        connections = _Connecting(world, transport.rank, watching_pairs(nodes), native).connect(
-            exchange, min(start_seconds, timeout_seconds / 4, CONNECTING_SECONDS)
-        )
+        seconds = min(start_seconds, timeout_seconds / 4, CONNECTING_SECONDS)
+        connections = _Connecting(world, transport.rank, watching_pairs(nodes), native).connect(exchange, seconds)
     if not native:
         return None
     from hvdkit.kernels._native import Heartbeat
@@ -78,9 +80,7 @@ class _Connecting:
     """The set-up of the connections: the lower rank of a pair listens, and its address and a secret are exchanged."""
 
     def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int]], native: bool) -> None:
-        self._world = world
-        self._rank = rank
-        self._native = native
+        self._world, self._rank, self._native = world, rank, native
         self._lower = [low for low, high in pairs if high == rank]
         self._higher = [high for low, high in pairs if low == rank]
 
@@ -118,14 +118,11 @@ class _Connecting:
             )  # fmt: skip
         return connections
 
-    def _credentials(self, secret: bytes) -> Credentials:
-        return Credentials(secret, self._world.job, 0)
-
     def _accept(
         self, listener: socket.socket, secret: bytes, expected: Sequence[int], deadline: float
     ) -> dict[int, socket.socket]:
         """Accept the expected ranks that come in time and prove themselves; return their connections by rank."""
-        credentials = self._credentials(secret)
+        credentials = Credentials(secret, self._world.job, 0)
         accepted: dict[int, socket.socket] = {}
         while len(accepted) < len(expected):
             try:
@@ -133,18 +130,14 @@ class _Connecting:
                 connection, _ = listener.accept()
             except OSError:  # mostly TimeoutError; the caller warns about the missing ranks
                 break
-            try:
+            with closing(connection), suppress(OSError):
                 connection.settimeout(GREETING_SECONDS)
-                shown = _receive(connection, RANK_BYTES + TAG_BYTES)
+                shown = receive(connection, RANK_BYTES + TAG_BYTES)
                 rank = int.from_bytes(shown[:RANK_BYTES], "big")
                 proof = credentials.shown_by(rank, to=self._rank)
                 if rank in expected and rank not in accepted and hmac.compare_digest(shown[RANK_BYTES:], proof):
                     connection.sendall(credentials.shown_by(self._rank, to=rank))
-                    accepted[rank] = connection
-                    continue
-            except OSError as error:
-                logger.debug("a connection for signs of life went away: %s", error)
-            connection.close()
+                    accepted[rank] = connection.dup()
         return accepted
 
     def _reach(
@@ -153,29 +146,15 @@ class _Connecting:
         """Connect to the ranks that answer in time and prove themselves; return the connections by rank."""
         reached: dict[int, socket.socket] = {}
         for rank in ranks:
-            host, port = reports[rank]["place"]
-            credentials = self._credentials(bytes.fromhex(reports[rank]["secret"]))
-            connection = None
+            credentials = Credentials(bytes.fromhex(reports[rank]["secret"]), self._world.job, 0)
             try:
-                connection = socket.create_connection((host, port), max(0.001, deadline - monotonic()))
-                connection.sendall(self._rank.to_bytes(RANK_BYTES, "big") + credentials.shown_by(self._rank, to=rank))
-                connection.settimeout(max(0.001, deadline - monotonic()))
-                if hmac.compare_digest(_receive(connection, TAG_BYTES), credentials.shown_by(rank, to=self._rank)):
-                    reached[rank] = connection
-                    continue
+                place, seconds = tuple(reports[rank]["place"]), max(0.001, deadline - monotonic())
+                with closing(socket.create_connection(place, seconds)) as connection:
+                    own = credentials.shown_by(self._rank, to=rank)
+                    connection.sendall(self._rank.to_bytes(RANK_BYTES, "big") + own)
+                    connection.settimeout(max(0.001, deadline - monotonic()))
+                    if hmac.compare_digest(receive(connection, TAG_BYTES), credentials.shown_by(rank, to=self._rank)):
+                        reached[rank] = connection.dup()
             except OSError as error:
                 logger.debug("no connection for signs of life of rank %d: %s", rank, error)
-            if connection is not None:
-                connection.close()
         return reached
-
-
-def _receive(connection: socket.socket, nbytes: int) -> bytes:
-    """Receive exactly ``nbytes`` bytes. Raises OSError if the connection is closed before."""
-    received = b""
-    while len(received) < nbytes:
-        part = connection.recv(nbytes - len(received))
-        if not part:
-            raise ConnectionError("it was closed at once")
-        received += part
-    return received

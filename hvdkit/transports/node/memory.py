@@ -1,10 +1,9 @@
 """Memory that the ranks of a node share: an anonymous file that the lowest rank makes and hands to the other ranks.
 
-A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not apply. The file has no name, so no other
-user can open it, and nothing is left behind however the ranks end. Its descriptor is sent over an abstract socket, to
-processes of the same user that show a secret which they got over the transport. The descriptors of the ranks' arenas,
-which are memory files too, are sent with it. Each rank holds a lock on one byte of the file; the kernel drops the lock
-when the process ends, so the other ranks notice the end.
+A memory file (memfd) needs no /dev/shm, so a container's 64 MB limit does not apply. No other user can open it, and
+nothing is left behind however the ranks end. Its descriptor is sent over an abstract socket, with those of the ranks'
+arenas, to processes of the same user that show a secret which they got over the transport. Each rank holds a lock on
+one byte of the file; the kernel drops the lock when the process ends, so the other ranks notice the end.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ class NodeMemory:
     """The open file, and this rank's index among the ``count`` ranks that have it."""
 
     def __init__(self, descriptor: int, index: int, count: int) -> None:
-        self.index, self.count = index, count
-        self._descriptor = descriptor
+        self.index, self.count, self._descriptor = index, count, descriptor
         self._in_advance: dict[tuple[int, int], Window] = {}
         # A POSIX lock: children that outlive this process do not inherit it, as they would a lock of the newer kind.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index, os.SEEK_SET)
 
     def window(self, segment: int, nbytes: int) -> Window:
         """Map the first bytes of a segment, which are zeros until a rank writes to them. Raises OSError."""
-        window = self._in_advance.pop((segment, nbytes), None)
-        if window is not None:
+        if (window := self._in_advance.pop((segment, nbytes), None)) is not None:
             return window
         if nbytes > SEGMENT_BYTES:
             raise OSError(errno.EFBIG, f"{nbytes} bytes in one segment", None)
@@ -58,21 +55,16 @@ class NodeMemory:
         self._in_advance[segment, nbytes] = self.window(segment, nbytes)
 
     def populate(self, window: Window, segment: int, begin: int, nbytes: int) -> None:
-        """Allocate the memory of a part of the window of ``segment``.
-
-        Raises OSError if there is not enough; a later write would then end the process.
-        """
+        """Allocate a part of a window, since a write without memory would end the process. Raises OSError."""
         if not window.populate(begin, nbytes):  # this kernel can only reserve it
             os.posix_fallocate(self._descriptor, segment * SEGMENT_BYTES + begin, nbytes)
 
     def gone(self) -> list[int]:
         """Return the ranks (by index) whose process has ended or closed this memory."""
-        return [index for index in range(self.count) if index != self.index and not self._is_locked(index)]
-
-    def _is_locked(self, index: int) -> bool:
-        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
-        answer = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, query))
-        return bool(answer[0] != fcntl.F_UNLCK)
+        others = [index for index in range(self.count) if index != self.index]
+        queries = [_FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0) for index in others]
+        answers = [_FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, query)) for query in queries]
+        return [index for index, answer in zip(others, answers, strict=True) if answer[0] == fcntl.F_UNLCK]
 
     def close(self) -> None:
         """Close the file; each window stays mapped as long as it is referenced."""
@@ -82,10 +74,7 @@ class NodeMemory:
 
 
 class Invitation:
-    """The memory of a node on the rank that makes it, which listens for the other ranks.
-
-    Construction raises OSError if this host has no memory files or sockets for it.
-    """
+    """The memory of a node on the rank that makes it. Construction raises OSError if this host cannot make it."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_hex(32)
@@ -108,7 +97,7 @@ class Invitation:
         owns all descriptors. Raises TimeoutError, an OSError, if not all guests come.
         """
         deadline = monotonic() + seconds
-        arrived: list[tuple[socket.socket, int]] = []
+        arrived: list[socket.socket] = []
         arenas = {} if arena < 0 else {0: os.dup(arena)}
         try:
             while len(arrived) < guests:
@@ -120,21 +109,21 @@ class Invitation:
                 if index is None:
                     connection.close()
                 else:
-                    arrived.append((connection, index))
+                    arrived.append(connection)
                     if descriptor >= 0:
                         arenas[index] = descriptor
             if len(arenas) >= MOST_DESCRIPTORS:
                 _close_all(arenas.values())
                 arenas = {}
             offer = struct.pack(f"<{len(arenas)}I", *arenas)
-            for connection, _ in arrived:
+            for connection in arrived:
                 socket.send_fds(connection, [b"!" + offer], [self._descriptor, *arenas.values()])
         except OSError:
             _close_all(arenas.values())
             self.withdraw()
             raise
         finally:
-            for connection, _ in arrived:
+            for connection in arrived:
                 connection.close()
         self._listener.close()
         return self._descriptor, arenas
@@ -206,6 +195,5 @@ def map_arenas(arenas: dict[int, int]) -> dict[int, Window]:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.geteuid())

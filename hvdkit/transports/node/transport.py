@@ -18,18 +18,15 @@ CONTROL_RING = 32 * 1024
 LOOK_SECONDS = 0.05
 
 
-def _data_ring(ranks: int) -> int:
-    return DATA_RING if ranks <= CROWDED else CROWDED_DATA_RING
-
-
-def _rings_bytes(ranks: int) -> int:
-    """Return the bytes of the wake-ups of ``ranks`` ranks and of the rings of each pair."""
-    return ranks * CACHE_LINE + Post.bytes_needed(ranks, _data_ring(ranks), CONTROL_RING)
+def _rings_bytes(ranks: int) -> tuple[int, int]:
+    """Return the bytes of a data ring, and of the wake-ups of ``ranks`` ranks with the rings of each pair."""
+    data_ring = DATA_RING if ranks <= CROWDED else CROWDED_DATA_RING
+    return data_ring, ranks * CACHE_LINE + Post.bytes_needed(ranks, data_ring, CONTROL_RING)
 
 
 def window_bytes(ranks: int, size: int) -> int:
     """Return the bytes of a NodeTransport's window: the rings of ``ranks`` ranks, the signs of life of all ``size``."""
-    return _rings_bytes(ranks) + size * CACHE_LINE
+    return _rings_bytes(ranks)[1] + size * CACHE_LINE
 
 
 class NodeTransport(Layer):
@@ -39,19 +36,18 @@ class NodeTransport(Layer):
         self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None] = ()
     ) -> None:
         super().__init__(inner)
-        # The arenas of this node's ranks, by index in the node; None if a rank could not map it.
-        self.arenas = list(arenas) or [None] * len(next(node for node in inner.nodes if inner.rank in node))
         self.members = next(node for node in self.nodes if inner.rank in node)
-        self.memory = memory  # segment 0 of it is taken
-        self.polling = inner.polling and len(self.members) < inner.size
-        self._index_of = {rank: index for index, rank in enumerate(self.members)}
         count = len(self.members)
+        # The arenas of this node's ranks, by index in the node; None if a rank could not map it.
+        self.arenas = list(arenas) or [None] * count
+        self.memory = memory  # segment 0 of it is taken
+        self.polling = inner.polling and count < inner.size
+        self._index_of = {rank: index for index, rank in enumerate(self.members)}
         self.wakeups = [Bell(rings, index * CACHE_LINE) for index in range(count)]
         self.wakeup = self.wakeups[memory.index]
-        self._messages = Post(
-            rings, count * CACHE_LINE, count, memory.index, _data_ring(count), CONTROL_RING, self.wakeups
-        )
-        self.signs_of_life = (rings, _rings_bytes(count))
+        data_ring, rings_bytes = _rings_bytes(count)
+        self._messages = Post(rings, count * CACHE_LINE, count, memory.index, data_ring, CONTROL_RING, self.wakeups)
+        self.signs_of_life = (rings, rings_bytes)
         self._gone: dict[int, str] = {}
         self._next_look = 0.0
 
@@ -103,12 +99,8 @@ class NodeTransport(Layer):
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         # Transfers within this node, also those with ``awaited`` (see Transfer.peer), move in ``advance``.
-        outside = [
-            transfer
-            for transfer in transfers
-            if transfer.peer not in self._index_of and not hasattr(transfer, "awaited")
-        ]
-        if outside:
+        elsewhere = [transfer for transfer in transfers if transfer.peer not in self._index_of]
+        if outside := [transfer for transfer in elsewhere if not hasattr(transfer, "awaited")]:
             self.inner.watch(outside)
 
     def arenas_of(self, members: Sequence[int]) -> list[Window | None]:

@@ -1,14 +1,14 @@
 """Admission of ranks to a job of the ``torch`` transport: one attempt to start it, and the proof of its secret.
 
-torchrun starts ranks anew where one has died, and its store keeps what dead ranks wrote. (How often an agent of
-torchrun has started its ranks is no name for an attempt: each agent counts for itself.) So rank 0's fresh nonce is the
-name of the attempt, and under it each rank writes its introduction: a nonce, and the address where it listens, sealed
-with the job's secret if it has one. Rank 0 answers, once it has all introductions, with a digest of them. A rank that
-follows a dead rank 0 finds no answer, or an answer to another introduction than its own, and waits until another rank 0
-has come. A rank 0 that was only taken for dead sees its successor before it answers, and gives up.
+torchrun starts ranks anew where one has died, and its store keeps what dead ranks wrote (each agent of torchrun counts
+its starts for itself). So rank 0's fresh nonce is the name of the attempt, and under it each rank writes its
+introduction: a nonce, and the address where it listens, sealed with the job's secret if it has one. Rank 0 answers,
+once it has all introductions, with a digest of them. A rank that follows a dead rank 0 finds no answer, or an answer to
+another introduction than its own, and waits until another rank 0 has come. A rank 0 that was only taken for dead sees
+its successor before it answers, and gives up.
 
-The secret of the session follows from all nonces. It seals the addresses at which Gloo connects, and each rank proves
-it over every connection. Without a secret of the job, the session's secret is as open as the store: it keeps out
+The secret of the session follows from all nonces. It seals the addresses at which Gloo connects (``SealedStore``), and
+each rank proves it over every connection. Without a secret of the job, it is as open as the store, and keeps out
 processes that are here by mistake.
 """
 
@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
@@ -26,15 +27,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
-from hvdkit.transports.security.sealed_store import STRANGERS, pause, unseal_at
+from hvdkit.transports.security.listening import listen
+from hvdkit.transports.security.store import pause
+from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
-NEVER = timedelta(days=3650)
+STRANGERS = (
+    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
+    "see SECURITY.md."
+)
+NEVER = timedelta(days=3650)  # Gloo breaks every connection when a wait times out; deadlines are the engine's, per peer
 _ADDRESS = struct.Struct("<46sH")  # host and port
 LEADER = "rank 0"  # the key of rank 0's word, whose nonce is the attempt's name
 ANSWER = "met"
@@ -53,26 +59,12 @@ class Admission:
 
 
 def admit(
-    store: Any,
-    world: World,
-    credentials: Credentials | None,
-    generation: int,
-    address: Address,
-    timeout_seconds: float,
+    store: Any, world: World, credentials: Credentials | None, generation: int, address: Address, timeout_seconds: float
 ) -> Admission:
-    """Wait until every rank is there, so that connecting cannot wait for a rank that never started.
+    """Wait at ``store`` until every rank is there, so that connecting cannot wait for a rank that never started.
 
-    Args:
-        store: where the ranks meet.
-        world: this rank's.
-        credentials: of the job's secret, if it has one.
-        generation: how often this process has called ``hvd.init()``.
-        address: where this rank listens.
-        timeout_seconds: how long to wait.
-
-    Raises:
-        TransportUnavailableError: some ranks did not come; it names them.
-        AuthenticationError: a rank does not know the secret; it is named.
+    ``credentials`` are of the job's secret, if it has one; this rank listens at ``address``. Raises
+    TransportUnavailableError or AuthenticationError that names ranks which did not come, or do not know the secret.
     """
     authenticator = Authenticator(world.rank, credentials)
     late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
@@ -94,7 +86,6 @@ def admit(
 
 
 def pack_address(address: Address) -> bytes:
-    """Return an address in a fixed number of bytes."""
     return _ADDRESS.pack(address[0].encode(), address[1])
 
 
@@ -107,8 +98,7 @@ class Authenticator:
     """The seals of the words that rank ``me`` writes to the store and reads there, if the job has a secret."""
 
     def __init__(self, me: int, credentials: Credentials | None) -> None:
-        self._me = me
-        self._credentials = credentials
+        self._me, self._credentials = me, credentials
 
     def seal(self, label: str, value: bytes) -> bytes:
         """Return the word that stands in the store for a value."""
@@ -139,31 +129,22 @@ class Authenticator:
 
 
 def introduction_key(rank: int) -> str:
-    """Return the key and label of a rank's introduction."""
     return f"here/{rank}"
 
 
 def digest(words: Sequence[bytes]) -> bytes:
     """Return rank 0's answer to the introductions of all ranks, in their order."""
-    sha256 = hashlib.sha256()
-    for word in words:
-        sha256.update(len(word).to_bytes(8, "big") + word)
-    return sha256.digest()
+    return hashlib.sha256(b"".join(len(word).to_bytes(8, "big") + word for word in words)).digest()
 
 
 class _Attempt:
     """The introduction of this rank to the others, with its fresh ``nonce``.
 
-    ``lead`` and ``follow`` return the attempt's part of the store and all introductions, sealed, when every rank is
-    there. They raise TransportUnavailableError that names the ranks which did not come, and AuthenticationError for
-    words that no rank has written.
+    ``lead`` and ``follow`` return the attempt's part of the store and all introductions, sealed.
     """
 
     def __init__(self, store: Any, world: World, nonce: bytes, address: Address, authenticator: Authenticator) -> None:
-        self._store = store
-        self._world = world
-        self._nonce = nonce
-        self._authenticator = authenticator
+        self._store, self._world, self._nonce, self._authenticator = store, world, nonce, authenticator
         self._word = authenticator.seal(introduction_key(world.rank), nonce + pack_address(address))
         self._keys = [introduction_key(rank) for rank in range(world.size)]
 
@@ -219,10 +200,9 @@ class _Attempt:
             return list(attempt_store.multi_get(self._keys))
         return [attempt_store.get(key) for key in self._keys]
 
-    def _late(self, ranks: Sequence[int], timeout_seconds: float) -> TransportUnavailableError:
+    def _late(self, ranks: list[int], timeout_seconds: float) -> TransportUnavailableError:
         return TransportUnavailableError(
-            f"rank {self._world.rank} waited {timeout_seconds:g} s for all {self._world.size} ranks; missing: "
-            f"{list(ranks)}\n"
+            f"rank {self._world.rank} waited {timeout_seconds:g} s for all {self._world.size} ranks; missing: {ranks}\n"
             "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
         )
 
@@ -245,18 +225,17 @@ def _missing(store: Any, keys: Sequence[str]) -> list[int]:
     for rank, key in enumerate(keys):
         if absent and monotonic() > deadline:
             break
-        try:
-            if not store.check([key]):
-                absent.append(rank)
-        except (RuntimeError, dist.DistError):
-            absent.append(rank)
+        with suppress(RuntimeError, dist.DistError):
+            if store.check([key]):
+                continue
+        absent.append(rank)
     return absent
 
 
 def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, connected: Callable[[], None]) -> None:
-    """Exchange proofs with a peer over a connection of Gloo's, however long that takes.
+    """Exchange proofs with a peer over a connection of Gloo's, and call ``connected`` when it is made.
 
-    Calls ``connected`` when there is a connection. Raises AuthenticationError, RuntimeError where it breaks.
+    Raises AuthenticationError, RuntimeError where it breaks.
     """
     own = np.frombuffer(bytearray(session.shown_by(rank, to=peer)), dtype=np.uint8)
     peers = np.zeros(TAG_BYTES, dtype=np.uint8)
@@ -267,3 +246,50 @@ def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, conn
         work.wait(NEVER)
     if not hmac.compare_digest(peers.tobytes(), session.shown_by(peer, to=rank)):
         raise AuthenticationError(f"who is connected as rank {peer} does not know the job's secret.\n{STRANGERS}")
+
+
+class SealedStore(Store):
+    """A store whose values are sealed. A value that is not authentic is refused before anything reads it."""
+
+    def __init__(self, store: Any, prefix: str, credentials: Credentials) -> None:
+        super().__init__()
+        self._bare = PrefixStore(prefix, store)
+        self._below = store  # kept, since it may be an object of Python
+        self.plain: Any = None  # for threads of C++, which call a store and may outlive Python
+        self._prefix, self._credentials = prefix, credentials
+
+    def set(self, key: str, value: str | bytes) -> None:
+        plain = value.encode() if isinstance(value, str) else value
+        self._bare.set(key, self._credentials.seal(f"{self._prefix}/{key}", plain))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return unseal_at(key, self._credentials, f"{self._prefix}/{key}", self._bare.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._bare.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._bare.wait(keys, *([] if timeout is None else [timeout]))
+
+    def open_plain(self, listens_at: str | None, timeout_seconds: float) -> None:
+        """Make ``plain``, a store of its own, which the rank with an address ``listens_at`` serves to the others."""
+        if listens_at is not None:
+            listener = listen(listens_at)
+            host, port = listener.getsockname()[:2]
+            served = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+            self.set("plain", f"{host} {port}")
+        else:
+            self.wait(["plain"], timedelta(seconds=timeout_seconds))
+            host, port = self.get("plain").decode().split()
+            served = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        self.plain = PrefixStore("plain", served)
+
+
+def unseal_at(key: str, credentials: Credentials, label: str, sealed: bytes) -> bytes:
+    """Return the value that a rank has sealed with a label, and put at a key. Raises AuthenticationError."""
+    try:
+        return credentials.unseal(label, sealed)
+    except NotAuthenticError:
+        raise AuthenticationError(
+            f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
+        ) from None

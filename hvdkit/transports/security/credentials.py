@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 NONCE_BYTES = 32
@@ -29,8 +29,7 @@ class NotAuthenticError(ValueError):
 class Credentials:
     """A secret, and the job and the generation (how often it has called ``hvd.init()``) for which it is shown.
 
-    Bytes recorded of another job, of another generation or with another label prove nothing: all of these are in every
-    HMAC.
+    All of these are in every HMAC, so bytes recorded of another job, generation or label prove nothing.
     """
 
     secret: bytes = field(repr=False)
@@ -72,36 +71,27 @@ def _proof(session: Credentials, label: str, initiator: int, responder: int, *no
     return session.tag(f"control {label}", str(initiator).encode(), str(responder).encode(), *nonces)
 
 
-class Initiator:
-    """The handshake of rank ``me``, which connects to ``peer`` and begins with ``hello``."""
-
-    def __init__(self, session: Credentials, me: int, peer: int) -> None:
-        self._session, self._me, self._peer = session, me, peer
-        self._nonce = new_nonce()
-        self.hello = _HELLO.pack(me, self._nonce)
-
-    def proof(self, answer: bytes) -> bytes:
-        """Return the proof that admits this rank. Raises NotAuthenticError if the answer is not from ``peer``."""
-        peers_nonce, proof = _ANSWER.unpack(answer)
-        nonces = self._nonce, peers_nonce
-        if not hmac.compare_digest(proof, _proof(self._session, "connected to", self._me, self._peer, *nonces)):
-            raise NotAuthenticError("who answers in its place does not know the session's secret")
-        return _proof(self._session, "connects", self._me, self._peer, *nonces)
+def initiate(session: Credentials, me: int, peer: int, send: Callable[[bytes], object]) -> Generator[int, bytes, None]:
+    """Prove to ``peer`` to be rank ``me``; yields the bytes to be received next. Raises NotAuthenticError."""
+    nonce = new_nonce()
+    send(_HELLO.pack(me, nonce))
+    peers_nonce, proof = _ANSWER.unpack((yield ANSWER_BYTES))
+    if not hmac.compare_digest(proof, _proof(session, "connected to", me, peer, nonce, peers_nonce)):
+        raise NotAuthenticError("who answers in its place does not know the session's secret")
+    send(_proof(session, "connects", me, peer, nonce, peers_nonce))
 
 
-class Responder:
-    """The handshake of rank ``me`` of ``size`` with a process that sent ``hello`` and gets ``answer``."""
+def respond(
+    session: Credentials, me: int, size: int, hello: bytes, send: Callable[[bytes], object]
+) -> Generator[int, bytes, int]:
+    """Answer the ``hello`` of a process as rank ``me`` of ``size``, and return the rank that it proves to be.
 
-    def __init__(self, session: Credentials, me: int, size: int, hello: bytes) -> None:
-        self._rank: int
-        self._rank, peers_nonce = _HELLO.unpack(hello)
-        self._size = size
-        nonces = peers_nonce, new_nonce()
-        self.answer = _ANSWER.pack(nonces[1], _proof(session, "connected to", self._rank, me, *nonces))
-        self._expected = _proof(session, "connects", self._rank, me, *nonces)
-
-    def admitted(self, proof: bytes) -> int:
-        """Return the rank that has connected. Raises NotAuthenticError if it is no rank of the session."""
-        if not hmac.compare_digest(proof, self._expected) or self._rank >= self._size:
-            raise NotAuthenticError(f"who connected as rank {self._rank} is none of this session")
-        return self._rank
+    Yields the bytes to be received next. Raises NotAuthenticError.
+    """
+    nonce = new_nonce()
+    rank, peers_nonce = _HELLO.unpack(hello)
+    send(_ANSWER.pack(nonce, _proof(session, "connected to", rank, me, peers_nonce, nonce)))
+    proof = yield PROOF_BYTES
+    if not hmac.compare_digest(proof, _proof(session, "connects", rank, me, peers_nonce, nonce)) or rank >= size:
+        raise NotAuthenticError(f"who connected as rank {rank} is none of this session")
+    return int(rank)

@@ -27,10 +27,7 @@ def on_one_host(world: World) -> bool:
 
 
 def addresses_for(world: World) -> list[str]:
-    """Return this rank's addresses for the other ranks: of each named interface, else a single address.
-
-    Raises TransportUnavailableError if an interface that was named is not there.
-    """
+    """Return this rank's addresses: of each named interface, else one. Raises TransportUnavailableError."""
     interfaces = named_interfaces()
     if not interfaces:
         towards = None if world.rendezvous is None else world.rendezvous.host
@@ -71,10 +68,7 @@ def meeting_addresses(world: World, host: str) -> tuple[str, str]:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on this address only; port 0 takes a free port.
-
-    Raises TransportUnavailableError where another program has the port.
-    """
+    """Return a socket that listens on this address only; 0: a free port. Raises TransportUnavailableError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)

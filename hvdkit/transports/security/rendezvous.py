@@ -17,20 +17,18 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.network import job_secret
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.last_resort import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 from hvdkit.transports.mpi import MEETING_TAG, start_mpi
+from hvdkit.transports.security.admission import STRANGERS
 from hvdkit.transports.security.credentials import Credentials, NotAuthenticError
 from hvdkit.transports.security.listening import addresses_for, listen, meeting_addresses
-from hvdkit.transports.security.sealed_store import STRANGERS
 from hvdkit.transports.security.store import RendezvousStore, StoreServer, connect
+from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
-# By host and port. They live as long as the process: a second hvd.init(), also of some of the ranks, meets at the same
-# store, over the connections of the first.
+# By host and port, as long as the process lives: a second hvd.init(), also of some ranks, meets at the same store.
 _stores: dict[tuple[str, int], Any] = {}
 _servers: dict[tuple[str, int], StoreServer] = {}
 
-# More than an address ever needs, or an error that says why there is none.
-ADDRESS_BYTES = 1024
+ADDRESS_BYTES = 1024  # more than an address ever needs, or an error that says why there is none
 SECRET_BYTES = 32
 ADDRESS_TAG = MEETING_TAG + 1
 ADDRESS_LABEL = "where the store is"
@@ -147,9 +145,7 @@ def _rendezvous_by_mpi(world: World, generation: int, timeout_seconds: float) ->
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
         message[:] = (label + words.encode())[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
-    late = (
-        f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring from rank 0 where the ranks meet.\n{STOPPED}"
-    )
+    late = f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring rank 0's meeting place.\n{STOPPED}"
     with ends_process_after(timeout_seconds, late):
         if world.rank == 0:
             sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, ADDRESS_TAG) for rank in world.launched[1:]]
@@ -161,14 +157,6 @@ def _rendezvous_by_mpi(world: World, generation: int, timeout_seconds: float) ->
         raise TransportUnavailableError(received.decode(errors="replace").strip("! "))
     secret, _, address = received.partition(b" ")
     return served or _parsed_rendezvous(address), secret
-
-
-def _unanswered(world: World, url: str, error: OSError) -> TransportUnavailableError:
-    return TransportUnavailableError(
-        f"rank {world.rank} cannot use horovodrun's key-value server at {url}: {error}\n"
-        "HINT: see whether horovodrun still runs, and whether this host reaches it; name its network with "
-        "--network-interfaces."
-    )
 
 
 def _parsed_rendezvous(words: bytes) -> Rendezvous:
@@ -186,8 +174,7 @@ def _parsed_rendezvous(words: bytes) -> Rendezvous:
 def _listening_rendezvous(address: str) -> Rendezvous:
     """Return the address of a new listener, with its descriptor. The store closes it."""
     listener = listen(address)
-    port = listener.getsockname()[1]
-    return Rendezvous("fd", address, port, listen_fd=listener.detach())
+    return Rendezvous("fd", address, listener.getsockname()[1], listen_fd=listener.detach())
 
 
 def _rendezvous_by_http(
@@ -195,18 +182,15 @@ def _rendezvous_by_http(
 ) -> Rendezvous:
     """Meet in horovodrun's Gloo mode: rank 0 publishes its store's address at horovodrun's key-value server."""
     url = f"http://{rendezvous.host}:{rendezvous.port}/{prefix.replace('/', '.')}/store"
-    if world.rank == 0:
-        served = _listening_rendezvous(addresses_for(world)[0])
-        words = f"{served.host} {served.port}".encode()
-        data = words if credentials is None else credentials.seal(ADDRESS_LABEL, words)
-        try:
-            _OPENER.open(urllib.request.Request(url, data=data, method="PUT"), timeout=timeout_seconds).close()
-        except OSError as error:
-            raise _unanswered(world, url, error) from error
-        return served
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
+            if world.rank == 0:
+                served = _listening_rendezvous(addresses_for(world)[0])
+                words = f"{served.host} {served.port}".encode()
+                data = words if credentials is None else credentials.seal(ADDRESS_LABEL, words)
+                _OPENER.open(urllib.request.Request(url, data=data, method="PUT"), timeout=timeout_seconds).close()
+                return served
             with _OPENER.open(url, timeout=timeout_seconds) as answer:
                 words = answer.read(ADDRESS_BYTES)
             return _parsed_rendezvous(words if credentials is None else credentials.unseal(ADDRESS_LABEL, words))
@@ -216,8 +200,13 @@ def _rendezvous_by_http(
                 "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; see SECURITY.md."
             ) from None
         except OSError as error:
-            if not (isinstance(error, urllib.error.HTTPError) and error.code == 404):  # rank 0 has not published yet
-                raise _unanswered(world, url, error) from error
+            is_missing = isinstance(error, urllib.error.HTTPError) and error.code == 404
+            if world.rank == 0 or not is_missing:  # rank 0 has not published yet
+                raise TransportUnavailableError(
+                    f"rank {world.rank} cannot use horovodrun's key-value server at {url}: {error}\n"
+                    "HINT: see whether horovodrun still runs, and whether this host reaches it; name its network with "
+                    "--network-interfaces."
+                ) from error
         if time.monotonic() > deadline:
             raise TransportUnavailableError(
                 f"rank 0 did not publish its store at {rendezvous.host}:{rendezvous.port} in {timeout_seconds:g} s.\n"

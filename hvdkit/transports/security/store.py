@@ -1,8 +1,8 @@
 """The store where the ranks of a job meet. Rank 0 serves it to processes that prove the job's secret, to no others.
 
-PyTorch's TCPStore keeps what anybody sends. Here a connection begins with the handshake of ``credentials``, of fixed
-length, within a few seconds; nothing is kept of it before. When all ranks have connected, the port is closed: later
-requests go over these connections.
+PyTorch's TCPStore keeps what anybody sends. Here a connection begins with the handshake of ``credentials``, within a
+few seconds; nothing is kept of it before. When all ranks have connected, the port is closed: later requests go over
+these connections.
 """
 
 from __future__ import annotations
@@ -13,24 +13,14 @@ import socket
 import struct
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from hvdkit.errors import AuthenticationError, PeerLostError
-from hvdkit.transports.security.credentials import (
-    ANSWER_BYTES,
-    HELLO_BYTES,
-    PROOF_BYTES,
-    Credentials,
-    Initiator,
-    NotAuthenticError,
-    Responder,
-)
-from hvdkit.transports.security.sealed_store import pause
+from hvdkit.transports.link import AT_ONCE, Incoming, Reader, receive
+from hvdkit.transports.security.credentials import HELLO_BYTES, Credentials, NotAuthenticError, initiate, respond
 
 STORE = (1 << 32) - 1  # the server's number in proofs, which no rank has
 SET, GET, CHECK = range(3)
@@ -40,7 +30,11 @@ _LENGTH = struct.Struct("<I")
 LONGEST = 1 << 24  # of a request: the keys of some ten thousand ranks
 HANDSHAKE_SECONDS, RETRY_SECONDS = 10.0, 0.05
 MOST_UNPROVED = 64  # connections that have proved nothing, beside those of the ranks that are expected
-MOST_BEFORE = HELLO_BYTES + PROOF_BYTES  # that a connection sends before it is admitted
+
+
+def pause(waited_seconds: float) -> None:
+    """Sleep between two looks at a store for an eighth of the wait, so that looking adds no more than that."""
+    sleep(min(max(waited_seconds / 8, 0.002), 0.25))
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:
@@ -56,16 +50,15 @@ def _split(joined: bytes) -> list[bytes]:
     return parts
 
 
-@dataclass(eq=False)
-class _Client:
-    """A connection to the server: a handshake, then requests."""
+class _Client(Incoming):
+    """A connection to the server, which must have proved to be a rank until ``deadline``."""
 
-    connection: socket.socket
-    deadline: float  # of the handshake
-    received: bytearray = field(default_factory=bytearray)
-    handshake: Responder | None = None
-    claimed: int = -1  # the rank that the client says to be
-    is_admitted: bool = False
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self.connection = connection
+        self.deadline = monotonic() + HANDSHAKE_SECONDS
+        self.claimed = -1  # the rank that the client says to be
+        self.is_admitted = False
 
 
 class StoreServer:
@@ -97,7 +90,7 @@ class StoreServer:
         self._wakes.send(b"\0")
 
     def answer(self, request: int, keys: bytes, value: bytes) -> tuple[bool, bytes]:
-        """Return whether all keys are there, and for GET their values."""
+        """Return True if all keys are there, and for GET their values."""
         names = _split(keys)
         with self._values_lock:
             if request == SET:
@@ -138,39 +131,41 @@ class StoreServer:
             self._drop(unproved[0])
         connection.settimeout(HANDSHAKE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._clients[connection] = _Client(connection, monotonic() + HANDSHAKE_SECONDS)
+        self._clients[connection] = client = _Client(connection)
+        client.read_with(self._read(client))
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _drop(self, client: _Client) -> None:
-        if client.handshake is not None and not client.is_admitted:
+        if client.claimed >= 0 and not client.is_admitted:
             self.refused.add(client.claimed)
         self._selector.unregister(client.connection)
         del self._clients[client.connection]
         client.connection.close()
 
     def _receive(self, client: _Client) -> bool:
-        """Receive from a connection. Returns whether it may stay."""
+        """Receive from a connection. Returns True if it may stay."""
         try:
-            client.received += (data := client.connection.recv(1 << 16 if client.is_admitted else MOST_BEFORE))
-            return bool(data) and (client.is_admitted or self._shake_hands(client)) and self._answer(client)
+            data = client.connection.recv(AT_ONCE if client.is_admitted else HELLO_BYTES)
+            client.feed(data)
+            return bool(data)
         except (OSError, NotAuthenticError):
             return False
 
-    def _shake_hands(self, client: _Client) -> bool:
-        """Go on with a handshake. Returns False for too many bytes."""
-        if client.handshake is None and len(client.received) >= HELLO_BYTES:
-            hello = bytes(client.received[:HELLO_BYTES])
-            del client.received[:HELLO_BYTES]
-            client.claimed = int.from_bytes(hello[:4], "little")
-            client.handshake = Responder(self._session, STORE, max(self._expected) + 1, hello)
-            client.connection.sendall(client.handshake.answer)
-        if client.handshake is not None and len(client.received) >= PROOF_BYTES:
-            client.handshake.admitted(bytes(client.received[:PROOF_BYTES]))
-            del client.received[:PROOF_BYTES]
-            client.is_admitted = True
-            with self._lock:
-                self._close_if_complete()
-        return client.is_admitted or len(client.received) < MOST_BEFORE
+    def _read(self, client: _Client) -> Reader:
+        """Shake hands with a client, then answer its requests."""
+        send = client.connection.sendall
+        hello = yield HELLO_BYTES
+        client.claimed = int.from_bytes(hello[:4], "little")
+        yield from respond(self._session, STORE, max(self._expected) + 1, hello, send)
+        client.is_admitted = True
+        with self._lock:
+            self._close_if_complete()
+        while True:
+            request, keys, value = _REQUEST.unpack((yield _REQUEST.size))
+            if keys + value > LONGEST:
+                raise NotAuthenticError("the request is too long")
+            is_there, values = self.answer(request, (yield keys), (yield value))
+            send(_ANSWER.pack(is_there, len(values)) + values)
 
     def _close_if_complete(self) -> None:
         if self._listener is not None and not self.lacks(self._expected):
@@ -179,22 +174,6 @@ class StoreServer:
                 self._listener.shutdown(socket.SHUT_RDWR)  # for processes that have inherited it, too
             self._listener.close()
             self._listener = None
-
-    def _answer(self, client: _Client) -> bool:
-        """Answer the requests that have come whole. Returns False for a request that is too long."""
-        received = client.received
-        while client.is_admitted and len(received) >= _REQUEST.size:
-            request, keys, value = _REQUEST.unpack_from(received)
-            if keys + value > LONGEST:
-                return False
-            end = _REQUEST.size + keys + value
-            if len(received) < end:
-                break
-            parts = bytes(received[_REQUEST.size : _REQUEST.size + keys]), bytes(received[end - value : end])
-            del received[:end]
-            is_there, values = self.answer(request, *parts)
-            client.connection.sendall(_ANSWER.pack(is_there, len(values)) + values)
-        return True
 
 
 class RendezvousStore(Store):
@@ -205,8 +184,7 @@ class RendezvousStore(Store):
 
     def __init__(self, server: StoreServer | socket.socket, timeout_seconds: float) -> None:
         super().__init__()
-        self._server = server
-        self._timeout_seconds = timeout_seconds
+        self._server, self._timeout_seconds = server, timeout_seconds
         self.is_broken = False
         self._lock = threading.Lock()
 
@@ -245,8 +223,8 @@ class RendezvousStore(Store):
                 # Until the answer is there: a late answer does not belong to the next request.
                 self.is_broken = True
                 self._server.sendall(_REQUEST.pack(request, len(joined), len(value)) + joined + value)
-                is_there, length = _ANSWER.unpack(_received(self._server, _ANSWER.size))
-                values = _received(self._server, length)
+                is_there, length = _ANSWER.unpack(receive(self._server, _ANSWER.size))
+                values = receive(self._server, length)
                 self.is_broken = False
                 return bool(is_there), values
             except OSError as error:
@@ -254,40 +232,27 @@ class RendezvousStore(Store):
                 raise PeerLostError(f"rank 0, which serves the store, does not answer: {error}", rank=0) from error
 
 
-def _received(connection: socket.socket, nbytes: int) -> bytes:
-    """Return so many bytes. Raises OSError where the connection ends before."""
-    received = bytearray()
-    while len(received) < nbytes:
-        data = connection.recv(nbytes - len(received))
-        if not data:
-            raise ConnectionResetError("the connection was closed")
-        received += data
-    return bytes(received)
-
-
 def connect(session: Credentials, me: int, address: tuple[str, int], timeout_seconds: float) -> RendezvousStore:
     """Connect to the store of rank 0, which may start later.
 
-    Raises AuthenticationError if the process that listens there does not know the secret, OSError if none admits this
-    rank in time.
+    Raises AuthenticationError if the listener does not know the secret, OSError if it does not admit this rank in time.
     """
     deadline = monotonic() + timeout_seconds
     while True:
-        connection: Any = None
-        try:
-            connection = socket.create_connection(address, timeout=max(deadline - monotonic(), RETRY_SECONDS))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = Initiator(session, me, STORE)
-            connection.sendall(handshake.hello)
-            connection.sendall(handshake.proof(_received(connection, ANSWER_BYTES)))
-            connection.settimeout(timeout_seconds)
-            return RendezvousStore(connection, timeout_seconds)
-        except NotAuthenticError:
-            connection.close()
-            raise AuthenticationError("who says to be rank 0 does not know the job's secret.") from None
-        except OSError:
-            with contextlib.suppress(AttributeError):
-                connection.close()
-            if monotonic() > deadline:
-                raise
-            sleep(RETRY_SECONDS)
+        with contextlib.ExitStack() as unless_connected:
+            try:
+                seconds = max(deadline - monotonic(), RETRY_SECONDS)
+                connection = unless_connected.enter_context(socket.create_connection(address, timeout=seconds))
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                handshake = initiate(session, me, STORE, connection.sendall)
+                with contextlib.suppress(StopIteration):
+                    handshake.send(receive(connection, next(handshake)))
+                connection.settimeout(timeout_seconds)
+                unless_connected.pop_all()
+                return RendezvousStore(connection, timeout_seconds)
+            except NotAuthenticError:
+                raise AuthenticationError("who says to be rank 0 does not know the job's secret.") from None
+            except OSError:
+                if monotonic() > deadline:
+                    raise
+        sleep(RETRY_SECONDS)

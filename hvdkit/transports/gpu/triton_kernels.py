@@ -1,10 +1,13 @@
-"""Kernels of Triton that select about the largest values of rows, in two passes over memory; sorting takes dozens.
+"""Kernels of Triton for lossy codecs, which read and write each byte once or twice, where PyTorch makes many passes.
 
-``_estimate`` finds the threshold of a sample. ``_survey`` adds the residual to the gradient and counts, in each tile,
-the values above each of 16 thresholds around that of the sample. ``_place`` chooses the lowest threshold that no more
-values exceed than are wanted, and computes each tile's position in the payload. ``_take`` moves the values above the
-threshold into the payload, and fills it up, in the order of elements, with values above the next lower threshold.
-Positions depend on counts alone, so that the same run gives the same bits.
+The codecs that quantise: the arithmetic is that of ``device_codecs`` without Triton, in the same order, without fused
+operations, and with halves rounded to even. The 1-bit codec's sums of magnitudes are in another order.
+
+The selection of about the largest values: ``_estimate`` finds the threshold of a sample. ``_survey`` adds the residual
+to the gradient and counts, in each tile, the values above each of 16 thresholds around that of the sample. ``_place``
+chooses the lowest threshold that no more values exceed than are wanted, and computes each tile's position in the
+payload. ``_take`` moves the values above the threshold into the payload, and fills it up, in the order of elements,
+with values above the next lower threshold. Positions depend on counts alone, so the same run gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,14 +19,119 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096
+TILE = 4096  # elements that a program encodes, decodes or surveys, about
 SAMPLE = 16384
+CHUNK = 1024  # tiles whose positions one program computes at a time
 CANDIDATES = tl.constexpr(16)  # thresholds around that of the sample
 # The distance of two thresholds, relative to that of the sample: about a tenth fewer values exceed the higher one.
 STEP = tl.constexpr(0.015)
-# Arguments that differ from bucket to bucket. Kernels are not compiled anew for them.
-SIZES = ("stride", "wanted", "tiles")
-CHUNK = 1024  # tiles whose positions one program computes at a time
+# Adding and subtracting this number rounds to the nearest whole number, halves to even.
+MAGIC = tl.constexpr(12582912.0)
+# Arguments that differ from bucket to bucket. Kernels are not compiled anew for them in the middle of training.
+BLOCK_SIZES, TILE_SIZES = ("valid", "blocks", "row_words"), ("stride", "wanted", "tiles")
+
+
+@triton.jit
+def _pack(numbers, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """Pack whole numbers of ``BITS`` bits, [group, width], into 32-bit words, the first number in the lowest bits."""
+    lane = tl.arange(0, WIDTH)
+    shifted = numbers << ((lane * BITS) % 32)[None, :]
+    return tl.sum(tl.reshape(shifted, (GROUP, WIDTH * BITS // 32, 32 // BITS)), 2)
+
+
+@triton.jit
+def _unpack(words, BITS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """Unpack words of 32 bits into whole numbers of ``BITS`` bits, [group, width]."""
+    shifts = tl.arange(0, 32 // BITS) * BITS
+    numbers = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(numbers, (GROUP, WIDTH))
+
+
+@triton.jit(do_not_specialize=BLOCK_SIZES)
+def _encode(
+    values, kept, payloads, left, elements, valid, blocks, row_words,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    lane, word = tl.arange(0, WIDTH), tl.arange(0, WIDTH * BITS // 32)
+    mask = (block[:, None] < blocks) & (lane[None, :] < BLOCK)
+    at = row * elements + block[:, None] * BLOCK + lane[None, :]
+    wanted = tl.load(values + at, mask, other=0.0)
+    if KEEPS:
+        before = tl.load(kept + at, mask, other=0.0)
+        wanted += before
+    if BITS == 1:
+        count = valid - (row * elements + block * BLOCK)
+        scale = tl.math.div_rn(tl.sum(tl.abs(wanted), 1), tl.minimum(tl.maximum(count, 1), BLOCK).to(tl.float32))
+        numbers = (wanted >= 0).to(tl.int32)
+        stands_for = tl.where(wanted >= 0, scale[:, None], -scale[:, None])
+    else:
+        most: tl.constexpr = (1 << (BITS - 1)) - 1
+        is_broken = tl.max((wanted != wanted).to(tl.int32), 1) > 0  # tl.max may ignore NaN
+        scale = tl.math.div_rn(tl.where(is_broken, float("nan"), tl.max(tl.abs(wanted), 1)), most * 1.0)
+        inverse = tl.math.div_rn(1.0, tl.where(scale == 0, 1.0, scale))
+        codes = (wanted * inverse[:, None] + MAGIC) - MAGIC
+        codes = tl.minimum(tl.maximum(tl.where(codes == codes, codes, 0.0), -most * 1.0), most * 1.0)
+        numbers = codes.to(tl.int32)
+        numbers = numbers & 255 if BITS == 8 else numbers + 8
+        stands_for = codes * scale[:, None]
+    begin = payloads + row * row_words
+    tl.store(begin.to(tl.pointer_type(tl.float32)) + block, scale, block < blocks)
+    is_there = (block[:, None] < blocks) & (word[None, :] < BLOCK * BITS // 32)
+    packed = begin + blocks + block[:, None] * (BLOCK * BITS // 32) + word[None, :]
+    tl.store(packed, _pack(numbers, BITS, WIDTH, GROUP), is_there)
+    if KEEPS:
+        lost = wanted - stands_for
+        tl.store(left + at, tl.where(lost - lost == 0, lost, before), mask)
+
+
+@triton.jit(do_not_specialize=BLOCK_SIZES)
+def _decode(
+    payloads, values, elements, blocks, row_words,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    lane, word = tl.arange(0, WIDTH), tl.arange(0, WIDTH * BITS // 32)
+    begin = payloads + row * row_words
+    scale = tl.load(begin.to(tl.pointer_type(tl.float32)) + block, block < blocks, other=0.0)[:, None]
+    is_there = (block[:, None] < blocks) & (word[None, :] < BLOCK * BITS // 32)
+    words = tl.load(begin + blocks + block[:, None] * (BLOCK * BITS // 32) + word[None, :], is_there, other=0)
+    numbers = _unpack(words, BITS, WIDTH, GROUP)
+    if BITS == 1:
+        decoded = tl.where(numbers == 1, scale, -scale)
+    elif BITS == 8:
+        decoded = ((numbers ^ 128) - 128).to(tl.float32) * scale
+    else:
+        decoded = (numbers - 8).to(tl.float32) * scale
+    mask = (block[:, None] < blocks) & (lane[None, :] < BLOCK)
+    tl.store(values + row * elements + block[:, None] * BLOCK + lane[None, :], decoded, mask)
+
+
+def _shape(values: Tensor, block: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
+    """Return the blocks of a row of values, the grid of programs, and their constant arguments."""
+    blocks, width = values.shape[1] // block, triton.next_power_of_2(block)
+    group = max(1, TILE // width)
+    constants = {"BLOCK": block, "WIDTH": width, "GROUP": group, "enable_fp_fusion": False}
+    return blocks, (triton.cdiv(blocks, group), len(values)), constants
+
+
+def encode(
+    values: Tensor, kept: Tensor | None, payloads: Tensor, left: Tensor | None, block: int, bits: int, valid: int
+) -> None:
+    """Write payloads of rows of float32 values plus the residual ``kept``, and the new residual into ``left``.
+
+    ``payloads``, rows of bytes, a multiple of 4, have a float32 for each block, then ``bits`` for each element. The
+    elements behind the first ``valid`` elements of all rows are zeros.
+    """
+    (blocks, grid, constants), words = _shape(values, block), payloads.view(torch.int32)
+    arguments = (values, kept, words, left, values.shape[1], valid, blocks, words.shape[1])
+    _encode[grid](*arguments, BITS=bits, KEEPS=kept is not None, **constants)
+
+
+def decode(payloads: Tensor, values: Tensor, block: int, bits: int) -> None:
+    """Decode payloads into rows of float32 values."""
+    (blocks, grid, constants), words = _shape(values, block), payloads.view(torch.int32)
+    _decode[grid](words, values, values.shape[1], blocks, words.shape[1], BITS=bits, **constants)
 
 
 @triton.jit
@@ -32,7 +140,7 @@ def _magnitudes(numbers):
     return tl.where(numbers == numbers, tl.abs(numbers), float("inf"))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=TILE_SIZES)
 def _estimate(
     values, kept, thresholds, elements, stride, wanted, SAMPLE: tl.constexpr, KEEPS: tl.constexpr
 ):  # fmt: skip
@@ -55,7 +163,7 @@ def _estimate(
     tl.store(thresholds + row * CANDIDATES + number, about * (1.0 + (number - CANDIDATES // 2) * STEP))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=TILE_SIZES)
 def _survey(
     values, kept, left, thresholds, counts, broken, elements, tiles, TILE: tl.constexpr, KEEPS: tl.constexpr
 ):  # fmt: skip
@@ -83,7 +191,7 @@ def _survey(
         tl.store(begin + tiles, both >> 16)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=TILE_SIZES)
 def _place(
     counts, broken, chosen, starts, payloads, tiles, wanted, CHUNK: tl.constexpr, KEEPS: tl.constexpr
 ):  # fmt: skip
@@ -122,7 +230,7 @@ def _place(
         first += CHUNK
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=TILE_SIZES)
 def _take(
     rows, left, thresholds, chosen, starts, payloads, elements, tiles, wanted, TILE: tl.constexpr, KEEPS: tl.constexpr
 ):  # fmt: skip
