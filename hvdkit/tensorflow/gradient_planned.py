@@ -35,7 +35,7 @@ from hvdkit.tensorflow.ops.bridge import as_written, differentiable, ordered_nod
 from hvdkit.tensorflow.ops.exceptions import RUNNING, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
 from hvdkit.tensorflow.ops.reduction import allreduce_dense
-from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph, hash_now
+from hvdkit.tensorflow.verification import BROADCAST, VariableVerification, Verified, hash_variables
 
 # The least bytes of gradients that a graph hands over together. The cost of a part is then small beside its copy, and
 # the first parts travel while the backward pass computes the last.
@@ -85,7 +85,7 @@ def reduce_planned(
 
 
 def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
-    hash_now(plan.verification, verified, plan.begin())
+    hash_variables(plan.verification, verified, plan.begin())
     for part in plan.parts():
         plan.hand_over(part, [gradients[index] for index in part])
     return [as_tensor(array) for array in plan.finish()]
@@ -103,7 +103,7 @@ def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Seq
 
         inputs = [gradients[index] for index in part]
         begun.append(ordered_node(begin, inputs, tf.int64, "hvdkit_begin", first=number == 0, last=False))
-    hashed = hash_in_graph(plan.verification, verified, begun[0])
+    hashed = hash_variables(plan.verification, verified, begun[0])
 
     def end() -> list[Any]:
         # This graph hands over nothing more before, so the thread that runs the graph is stuck if the lane is.
@@ -134,7 +134,7 @@ class VariablePlan:
         groups: Sequence[Sequence[int]],
     ) -> None:
         self.slots = slots
-        self.verification = VariableVerification()
+        self.verification = VariableVerification(BROADCAST)
         self._pairing, self._reduction, self._process_set_id = pairing, reduction, process_set_id
         self._codecs, self._groups = codecs, groups
         self._engine: Any = None

@@ -9,7 +9,6 @@ from typing import Any
 from hvdkit.collectives.group import Steps
 from hvdkit.compression import Tally, codec_with_summary
 from hvdkit.engine.loop.messages import LEFT, MISMATCH, STALLED, Reject, Run
-from hvdkit.engine.loop.named import Submissions
 from hvdkit.engine.loop.negotiation import Mailbox
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops import KINDS
@@ -32,7 +31,7 @@ class Batches:
         self,
         mailbox: Mailbox,
         groups: Groups,
-        submissions: Submissions,
+        submissions: dict[Key, Submission],
         operations: list[Operation],
         telemetry: Telemetry,
     ) -> None:
@@ -62,18 +61,16 @@ class Batches:
         if tag in self._open or (self._waiting and self._waiting[0] is not message):
             self._waiting.append(message)
             return
-        telemetry = self._telemetry
-        process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
+        telemetry, process_set_id, row = self._telemetry, message.process_set, KINDS[message.kind]
         group = self._groups.group(process_set_id)  # may fail, so before any submission is taken
-        submissions, extras, row = [], [], KINDS[kind]
+        submissions = []
         for index, (name, extra) in enumerate(message.names):
-            key = Key(process_set_id, kind, name)
-            submission = self._submissions.pop(key, None)
-            submissions.append(submission or self._zeros(key, signatures, index))
-            extras.append(extra)
+            key = Key(process_set_id, row.name, name)
+            submission = self._submissions.pop(key, None) or self._zeros(key, message.signatures, index)
+            submissions.append(submission)
             if row.begun is not None:
-                row.begun(self._groups, submissions[-1], extra)
-        on_device = submissions[0].signature.get("direct")
+                row.begun(self._groups, submission, extra)
+        on_device, unfinished = submissions[0].signature.get("direct"), 0
 
         # No reference to the batch, which refers to this: a cycle keeps arrays until Python collects cycles.
         def trace(activity: str, about: Batch | None = None) -> None:
@@ -86,7 +83,12 @@ class Batches:
                 telemetry.end(submission.key)
                 telemetry.begin(submission.key, activity, **reason)
 
-        def completed(results: list[Any]) -> None:
+        def finished(results: list[Any]) -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            if unfinished:
+                return
+            self._open.discard(tag)
             if row.ended is not None:
                 row.ended(self._groups, batch.signature, results[0])
             tally = submissions[0].tally
@@ -95,39 +97,27 @@ class Batches:
             for submission, result in zip(submissions, results, strict=True):
                 telemetry.end(submission.key)
                 submission.handle.finish(result)
+            while self._waiting and named_tag(self._waiting[0].sequence) not in self._open:
+                self.run(self._waiting[0])
+                self._waiting.popleft()
 
         def failed(error: HorovodInternalError) -> None:
             for submission in submissions:
                 telemetry.end(submission.key)
                 submission.handle.fail(error)
 
-        batch = Batch(group, submissions, extras, tag, trace=trace)
+        batch = Batch(group, submissions, [extra for _, extra in message.names], tag, trace=trace)
         if batch.codec.encodes:
             submissions[0].turn, submissions[0].tally = self._turn(submissions[0].key), Tally()
         if telemetry.timeline is not None:
             for submission in submissions:
                 telemetry.record_wait(submission.key)
-            trace(kind.upper(), batch)
+            trace(row.name.upper(), batch)
         self._open.add(tag)
         steps = [self._on_device(batch, process_set_id)] if on_device else row.run(batch)
         unfinished = len(steps)
-
-        def finished(results: list[Any]) -> None:
-            nonlocal unfinished
-            unfinished -= 1
-            if not unfinished:
-                self._open.discard(tag)
-                completed(results)
-                if self._waiting:
-                    self._start_waiting()
-
         for part in steps:
             self._operations.append(Operation(batch, part, group.transport, finished, group.members, failed))
-
-    def _start_waiting(self) -> None:
-        while self._waiting and named_tag(self._waiting[0].sequence) not in self._open:
-            self.run(self._waiting[0])
-            self._waiting.popleft()
 
     def _zeros(self, key: Key, signatures: list[Signature] | None, index: int) -> Submission:
         """Return this rank's contribution to an operation that it did not submit because it has joined."""

@@ -8,9 +8,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from hvdkit.engine.loop.wakeup import Wakeup
+from hvdkit.config import Settings
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.telemetry import Statistics
 from hvdkit.transports.base import Transport
@@ -41,6 +41,50 @@ def spin_seconds(seconds: float, transport: Transport, topology: Topology) -> fl
     return seconds if topology.has_core_each else 0.0
 
 
+class Wakeup(Protocol):
+    """A counter of rings, on which threads sleep. Read ``count``, look for work, then ``sleep`` with that count.
+
+    A ring since then ends the sleep.
+
+    ``spin_seconds``: how long to watch for a ring before giving up the processor.
+    """
+
+    def count(self) -> int: ...
+
+    def ring(self) -> None: ...
+
+    def sleep(self, seen: int, seconds: float, spin_seconds: float = 0.0) -> None: ...
+
+
+class ThreadWakeup:
+    """A wake-up for the threads of this process, where the native one was not compiled."""
+
+    def __init__(self) -> None:
+        self._rings = 0
+        self._rung = threading.Condition()
+
+    def count(self) -> int:
+        return self._rings
+
+    def ring(self) -> None:
+        with self._rung:
+            self._rings += 1
+            self._rung.notify_all()
+
+    def sleep(self, seen: int, seconds: float, spin_seconds: float = 0.0) -> None:
+        with self._rung:
+            self._rung.wait_for(lambda: self._rings != seen, seconds)
+
+
+def new_wakeup() -> Wakeup:
+    """Return a wake-up for the threads of this process."""
+    try:
+        from hvdkit.kernels._native import Bell
+    except ImportError:
+        return ThreadWakeup()
+    return Bell()
+
+
 class Signal:
     """A flag that one thread sleeps on and others set: a lock used as a semaphore, cheaper than threading.Event.
 
@@ -63,29 +107,20 @@ class Signal:
 class Driver:
     """Runs the rounds of the engine, from one thread at a time.
 
-    ``alone``: there is no other rank, so no background thread is needed, and a thread that submits an operation drives.
+    A rank alone needs no background thread: ``looks_at_once``, and a thread that submits an operation drives.
     """
 
-    def __init__(
-        self,
-        wakeup: Wakeup,
-        polling: bool,
-        spin_seconds: float,
-        longest_pause: float,
-        idle_pause: float,
-        statistics: Statistics,
-        alone: bool,
-    ) -> None:
+    def __init__(self, transport: Transport, spin_seconds: float, settings: Settings, statistics: Statistics) -> None:
         self.inbox: deque[Callable[[], None]] = deque()  # done at the start of the next round; any thread may append
-        self.looks_at_once = alone
+        self.looks_at_once = transport.size == 1
         self._statistics = statistics
         self._rounds: Rounds | None = None
-        self._wakeup = wakeup  # rung by threads of this rank and by ranks of its node
-        self._polling = polling
+        self._wakeup = transport.wakeup or new_wakeup()  # rung by threads of this rank and by ranks of its node
+        self._polling = transport.polling
         self._spin = spin_seconds
-        self._longest_pause = max(longest_pause, SHORTEST_PAUSE)
+        self._longest_pause = max(settings.cycle_time_ms * 1e-3, SHORTEST_PAUSE)
         self._background_pause = min(BACKGROUND_PAUSE, self._longest_pause)
-        self._idle_pause = idle_pause
+        self._idle_pause = settings.idle_poll_ms * 1e-3
         self._turn = threading.Lock()  # held during a round
         self._guests = 0  # threads that wait for something and drive meanwhile
         self._guest_since = 0.0
@@ -113,7 +148,7 @@ class Driver:
     def wake(self) -> None:
         """Have a round run soon: by the background thread, or by the calling thread if there is none."""
         if self.looks_at_once:
-            self.drive_until(self._inbox_is_empty)
+            self.drive_until(lambda: not self.inbox)
         else:
             self._wakeup.ring()
 
@@ -121,9 +156,6 @@ class Driver:
         """Have the next round call ``action``."""
         self.inbox.append(action)
         self.wake()
-
-    def _inbox_is_empty(self) -> bool:
-        return not self.inbox
 
     @contextlib.contextmanager
     def halted(self, seconds: float) -> Iterator[bool]:

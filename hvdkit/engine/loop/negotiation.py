@@ -1,9 +1,9 @@
-"""Control messages of this rank: sending them, the way to the coordinator, and the ranks that have left."""
+"""Control messages of this rank, the ranks that have left, and the way to the coordinator."""
 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from time import monotonic
 
 from hvdkit.engine.loop.coordinator import Coordinator
@@ -12,9 +12,9 @@ from hvdkit.engine.loop.messages import Ask, Bye, Message, NewSignature, Pong, e
 from hvdkit.engine.loop.relay import Relay
 from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.batch import Submission
+from hvdkit.engine.ops.requests import Signature
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.liveness import Liveness
-from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transport
 
@@ -83,10 +83,6 @@ class Mailbox:
             ended = [rank for rank, at in self.departed_at.items() if now - at > PASSING_ON_SECONDS]
             self.relay.avoid(ended, SETTLING_SECONDS)
 
-    def is_neighbour(self, rank: int) -> bool:
-        """True if ``rank`` sends to this rank directly, so that its goodbye comes before the end of the connection."""
-        return rank in self.relay.neighbours()
-
     def on_the_way_to(self, ranks: Iterable[int]) -> set[int]:
         """Return the ranks that pass on messages for ``ranks``."""
         return {relay for rank in ranks for relay in self.relay.routes.on_the_way_to(rank)}
@@ -97,47 +93,30 @@ class Mailbox:
 
 
 class Negotiation:
-    """The way to the coordinator, and on rank 0 the coordinator itself, which gets its own rank's messages directly.
+    """The way to the coordinator; on rank 0 to ``coordinator``, which gets its own rank's messages directly.
 
     ``cache_capacity``: how many signatures the coordinator remembers for this rank.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        mailbox: Mailbox,
-        transport: Transport,
-        fusion_threshold: int,
-        cache_capacity: int,
-        static_process_sets: Sequence[list[int]],
-        telemetry: Telemetry,
-    ) -> None:
-        self._driver, self.mailbox = driver, mailbox
-        self._rank = transport.rank
+    def __init__(self, driver: Driver, mailbox: Mailbox, cache_capacity: int, coordinator: Coordinator | None) -> None:
+        self._driver, self.mailbox, self.coordinator = driver, mailbox, coordinator
         self._cache_capacity = cache_capacity
         self._cached: dict[bytes, int] = {}
-        self.coordinator: Coordinator | None = None
-        if self._rank == 0:
-            self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry, static_process_sets)
 
     def announce(self, submission: Submission) -> None:
         """Ask the coordinator to run a submission."""
         signature = submission.signature
-        name, detail = submission.key.name, submission.detail
+        reference: int | Signature = signature
         # A signature that is used once would only push out those that come again.
-        if not KINDS[signature["kind"]].comes_again or self._rank == 0:
-            self.send_to_coordinator(Ask(signature, name, detail))
-            return
-        # A key that stays in this process. Version 2 of marshal gives equal bytes for equal values.
-        content = marshal.dumps(signature, 2)
-        number = self._cached.get(content)
-        if number is None:
-            if len(self._cached) >= self._cache_capacity:
-                self.send_to_coordinator(Ask(signature, name, detail))
-                return
-            number = self._cached[content] = len(self._cached)
-            self.send_to_coordinator(NewSignature(number, signature))
-        self.send_to_coordinator(Ask(number, name, detail))
+        if self.coordinator is None and KINDS[signature["kind"]].comes_again:
+            # A key that stays in this process. Version 2 of marshal gives equal bytes for equal values.
+            content = marshal.dumps(signature, 2)
+            number = self._cached.get(content)
+            if number is None and len(self._cached) < self._cache_capacity:
+                number = self._cached[content] = len(self._cached)
+                self.send_to_coordinator(NewSignature(number, signature))
+            reference = signature if number is None else number
+        self.send_to_coordinator(Ask(reference, submission.key.name, submission.detail))
 
     def send_to_coordinator(self, message: Message) -> None:
         if self.coordinator is not None:

@@ -26,13 +26,13 @@ class Key(NamedTuple):
         return f"{self.kind} '{self.name}'" + (f" in process set {self.process_set}" if self.process_set else "")
 
 
-def automatic_key(process_set: int, kind: str, number: int) -> Key:
-    """Return the key of an operation without a name, the ``number``-th of its kind and process set."""
-    return Key(process_set, kind, f"{kind}{AUTOMATIC}{number}")
+def automatic_name(kind: str, number: int) -> str:
+    """Return the name of an operation without one, the ``number``-th of its kind and process set."""
+    return f"{kind}{AUTOMATIC}{number}"
 
 
 def automatic_number(key: Key) -> int | None:
-    """Return the number in a key of ``automatic_key``, or None for an operation with a name."""
+    """Return the number in a name of ``automatic_name``, or None for an operation with a name of its own."""
     kind, automatic, number = key.name.partition(AUTOMATIC)
     return int(number) if automatic and kind == key.kind and number.isdecimal() else None
 

@@ -16,9 +16,8 @@ import numpy as np
 import hvdkit
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.config import Settings
-from hvdkit.engine.loop.driver import usable_cores
+from hvdkit.engine.loop.driver import new_wakeup, usable_cores
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.wakeup import new_wakeup
 from hvdkit.engine.ranks.topology import Topology, topology_of
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.environments.base import World

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Join, LaneStarted
-from hvdkit.engine.loop.named import Submissions
+from hvdkit.engine.loop.named import NamedOperations
 from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.batch import Handle
-from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
@@ -28,13 +27,11 @@ class Joining:
         self,
         negotiation: Negotiation,
         lanes: Lanes,
-        submissions: Submissions,
+        named: NamedOperations,
         operations: list[Operation],
-        groups: Groups,
     ) -> None:
-        self._groups = groups
         self._negotiation, self._mailbox = negotiation, negotiation.mailbox
-        self._open_lanes, self._submissions, self._operations = lanes, submissions, operations
+        self._open_lanes, self._named, self._groups, self._operations = lanes, named, named.groups, operations
         self._rank = self._mailbox.topology.rank
         self.ranks: set[int] = set()  # that have joined
         self.followed: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
@@ -109,5 +106,5 @@ class Joining:
         """Note that all ranks have joined. The join ends here when the last operation with zeros is over."""
         self.ranks.clear()
         self.over += 1
-        self._submissions.restart_counting()
+        self._named.restart_counting()
         self.last = last

@@ -7,19 +7,14 @@ import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from hvdkit.config import Settings
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
-from hvdkit.engine.loop.named import Submissions
-from hvdkit.engine.loop.negotiation import Negotiation
-from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.ops.hints import LEFT_EARLY, STALLED
-from hvdkit.engine.session.joining import Joining
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError
 
 if TYPE_CHECKING:
+    from hvdkit.engine.session.core import Engine
     from hvdkit.kernels._native import Heartbeat
 
 logger = logging.getLogger("hvdkit")
@@ -34,20 +29,10 @@ DEPARTED_SECONDS = 1.0
 class Watch:
     """The time limits of the engine. Rounds call ``look`` from ``next_look`` on."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        heartbeat: Heartbeat | None,
-        negotiation: Negotiation,
-        joining: Joining,
-        submissions: Submissions,
-        operations: list[Operation],
-        waiting: WaitingThreads,
-    ) -> None:
-        self._settings, self._heartbeat = settings, heartbeat
-        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
-        self._joining, self._submissions, self._operations = joining, submissions, operations
-        self._waiting = waiting
+    def __init__(self, engine: Engine, heartbeat: Heartbeat | None) -> None:
+        self._settings, self._heartbeat = engine.settings, heartbeat
+        self._negotiation, self._mailbox, self._waiting = engine.negotiation, engine.mailbox, engine.waiting
+        self._joining, self._submissions, self._operations = engine.joining, engine.submissions, engine.operations
         self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
         self.next_look = 0.0
 
