@@ -156,11 +156,6 @@ class Batch:
         more = f" and {len(self.submissions) - 1} more" if len(self.submissions) > 1 else ""
         return f"{self.submissions[0].key}{more}"
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all arrays together."""
-        return sum(array.nbytes for submission in self.submissions for array in submission.arrays)
-
     def reduction(self) -> tuple[ReduceOp, Scale]:
         """Return the operation and scale that the signature asks for."""
         return effective(_OPS[self.signature["op"]], self.signature["postscale"], self.group.size)

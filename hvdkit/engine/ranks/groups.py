@@ -111,10 +111,6 @@ class Groups:
             )
         return self._device_collectives[key]
 
-    def add(self, process_set_id: int, ranks: Sequence[int]) -> None:
-        """Add a set that all ranks have agreed on."""
-        self.ranks[process_set_id] = list(ranks)
-
     def remove(self, process_set_id: int) -> None:
         """Remove a set, as all ranks have agreed."""
         self.ranks.pop(process_set_id, None)
