@@ -97,4 +97,4 @@ def hash_variables(verification: VariableVerification, variables: Sequence[Verif
             tf.numpy_function(hash_them, values, tf.int64, name="hvdkit_hash") if values else tf.constant(0, tf.int64)
         )
 
-    return [tf.switch_case(wanted, [as_written(partial(branch, chosen)) for chosen in by_level])]
+    return [tf.switch_case(tf.cast(wanted, tf.int32), [as_written(partial(branch, chosen)) for chosen in by_level])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from math import prod
 from typing import Any
 
 from hvdkit.collectives.group import Steps
@@ -12,12 +13,13 @@ from hvdkit.engine.loop.messages import LEFT, MISMATCH, STALLED, Reject, Run
 from hvdkit.engine.loop.negotiation import Mailbox
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops import KINDS
-from hvdkit.engine.ops.batch import Batch, Handle, Submission, zeros_on_device
+from hvdkit.engine.ops.batch import Batch, DeviceArray, Handle, Submission
 from hvdkit.engine.ops.requests import Key, Signature, automatic_number
 from hvdkit.engine.ranks.assignments import named_tag
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
+from hvdkit.transports.base import DeviceCollectives
 
 # Operations with a codec that a process set remembers, to count how often each has come.
 KEYS_COUNTED = 10_000
@@ -146,15 +148,24 @@ class Batches:
         collectives = self._groups.device_collectives(process_set_id, signature["device"])
         for submission in batch.submissions:
             if not submission.arrays and row.joined is not None:  # this rank has joined
-                if collectives is None:
-                    submission.arrays = row.joined(submission.signature)
-                else:
-                    submission.arrays = zeros_on_device(collectives, submission.signature)
+                here = submission.signature
+                submission.arrays = row.joined(here) if collectives is None else _zeros_on_device(collectives, here)
         if collectives is not None:
             assert row.run_on_device is not None, f"{row.name} of tensors on {signature['device']}"
             return (yield from row.run_on_device(collectives, batch))
-        for submission in batch.submissions:
-            submission.stage()
+        for submission in batch.submissions:  # ranks without collectives of the device copy its tensors
+            submission.arrays = [
+                each.to_host() if isinstance(each, DeviceArray) else each for each in submission.arrays
+            ]
         batch.side_by_side = False  # it runs inside of this operation
         (steps,) = row.run(batch)
         return (yield from steps)
+
+
+def _zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:
+    """Return the contribution of a rank that has joined, on a device."""
+    zeros = []
+    for shape, dtype in zip(signature["shape"], signature["dtype"], strict=True):
+        tensor = collectives.allocate(prod(shape), dtype)
+        zeros.append(DeviceArray(tensor, tuple(shape), dtype, "", collectives.mark(), lambda: None))  # type: ignore[arg-type,return-value]
+    return zeros

@@ -40,18 +40,21 @@ class Coordinator:
         self.outgoing: list[tuple[Sequence[int], messages.Message]] = []
         self._signatures: dict[tuple[int, int], Signature] = {}
         self._departed: dict[int, str] = {}
-        self._dead_locks = DeadLocks(self._missing_from)
+        self._dead_locks = DeadLocks(lambda key: self._missing(key, entry) if (entry := self._pending.get(key)) else [])
         self._sequence = 0
         self._telemetry = telemetry or Telemetry(0)
-        self._last_request: tuple[messages.Ask, Signature, tuple[Key, Request]] | None = None
 
     def receive(self, rank: int, message: messages.Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
         match message:
             case messages.Ask():
-                key, request = self._request_of(rank, message)
+                reference = message.signature
+                signature = reference if isinstance(reference, dict) else self._signatures.get((rank, reference))
+                if signature is None or signature.get("kind") not in KINDS:
+                    raise ValueError(f"rank {rank} sent a request with an unknown signature {reference!r}")
+                key = Key(signature["ps"], signature["kind"], message.name)
                 if not self._rejections or not self._repeat_rejection(rank, key):
-                    self._request(rank, key, request, now)
+                    self._request(rank, key, Request(signature, message.detail), now)
             case messages.NewSignature(number, signature):
                 self._signatures[rank, number] = signature
             case messages.LaneClosed(lane, sequence):
@@ -62,19 +65,6 @@ class Coordinator:
                 self._break_dead_lock(rank, message)
             case _:
                 raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
-
-    def _request_of(self, rank: int, message: messages.Ask) -> tuple[Key, Request]:
-        """Return the request in a message. Many ranks send the same one after another; it is parsed once."""
-        reference = message.signature
-        signature = reference if isinstance(reference, dict) else self._signatures.get((rank, reference))
-        last = self._last_request
-        if last is not None and message is last[0] and signature is last[1]:
-            return last[2]
-        if signature is None or signature.get("kind") not in KINDS:
-            raise ValueError(f"rank {rank} sent a request with an unknown signature {reference!r}")
-        parsed = Key(signature["ps"], signature["kind"], message.name), Request(signature, message.detail)
-        self._last_request = message, signature, parsed
-        return parsed
 
     def depart(self, rank: int, reason: str) -> None:
         """Note that a rank has left the job. Operations that wait for it fail, a join included."""
@@ -90,12 +80,13 @@ class Coordinator:
             self._fail([key], message, messages.STALLED)
 
     def take_outgoing(self) -> list[tuple[Sequence[int], messages.Message]]:
-        """Return the messages to deliver now. Ready operations that may be fused share batches up to the threshold."""
+        """Return the messages to deliver now."""
         self._run_ready()
         outgoing, self.outgoing = self.outgoing, []
         return outgoing
 
     def _run_ready(self) -> None:
+        """Run the ready operations; those that may be fused share batches up to the threshold."""
         while self.ready:
             # Read only as far as the batch goes: thousands of tensors may be ready of which no two can be batched.
             signatures = ((key.process_set, entry.signature) for key, entry in self.ready)
@@ -137,31 +128,24 @@ class Coordinator:
         if is_new and len(self._pending) > 1:
             for rival in [Key(process_set, other, key.name) for other in tensor_kinds() if other != kind]:
                 if rival in self._pending:
-                    self._fail([key, rival], self._other_kind_text(key, rival))
+                    listed = "; ".join(
+                        f"rank {', '.join(map(str, sorted(self._pending[k].requests)))} sent {k.kind}"
+                        for k in (rival, key)
+                    )
+                    text = f"Mismatched operations for '{key.name}': {listed}.\n{SAME_CALLS}"
+                    self._fail([key, rival], text)  # a mistake on one of the ranks
                     return
         wrong = KINDS[kind].wrong
-        problem = None if wrong is None else wrong(key, rank, request, len(members))
-        if problem is not None:  # clear without the requests of other ranks
-            self._fail([key], problem)
+        if wrong is not None and (problem := wrong(key, rank, request, len(members))) is not None:
+            self._fail([key], problem)  # clear without the requests of other ranks
             return
         if len(entry.requests) + len(self._joined) >= len(members):
             self._check_complete(key)
-
-    def _other_kind_text(self, key: Key, rival: Key) -> str:
-        """Return the error for two kinds of operation under one name, a mistake on one of the ranks."""
-        listed = "; ".join(
-            f"rank {', '.join(map(str, sorted(self._pending[k].requests)))} sent {k.kind}" for k in (rival, key)
-        )
-        return f"Mismatched operations for '{key.name}': {listed}.\n{SAME_CALLS}"
 
     def _missing(self, key: Key, entry: PendingOperation) -> list[int]:
         """Return the members that have neither asked nor joined."""
         members, joined = self.members.get(key.process_set, []), self._joined if key.process_set == 0 else ()
         return [rank for rank in members if rank not in entry.requests and rank not in joined]
-
-    def _missing_from(self, key: Key) -> list[int]:
-        entry = self._pending.get(key)
-        return [] if entry is None else self._missing(key, entry)
 
     def _break_dead_lock(self, rank: int, message: messages.Waits) -> None:
         dead_lock = self._dead_locks.report(rank, message)
@@ -197,8 +181,7 @@ class Coordinator:
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
         rejection = Rejection(text, cause, keys, members - requesters - set(self._departed) - joined, left)
         for key in keys:
-            entry = self._pending.pop(key)
-            for rank in sorted(entry.requests):
+            for rank in sorted(self._pending.pop(key).requests):
                 self._reject(rank, key, rejection)
             if rejection.unnotified:
                 self._rejections.setdefault(key, []).append(rejection)
@@ -227,11 +210,11 @@ class Coordinator:
         self._joined[rank] = None
         self._assignments.forget_recurring()
         self._fail_join()
-        everyone = self.members[0]
         for key in [key for key in self._pending if key.process_set == 0]:
             self._check_complete(key)
         # Operations that waited for this rank run before the others learn of the join, or they would run after its end.
         self._run_ready()
+        everyone = self.members[0]
         if len(self._joined) == len(everyone):
             self._joined.clear()
             self._forget_rejections(0)
@@ -254,14 +237,14 @@ class Coordinator:
     def _run(self, batch: list[tuple[Key, PendingOperation]]) -> None:
         """Send every member the order to run these operations under the next sequence number."""
         self._sequence += 1
-        first_key = batch[0][0]
-        kind, members = KINDS[first_key.kind], list(self.members[first_key.process_set])
+        process_set, kind_name, _ = batch[0][0]
+        kind, members = KINDS[kind_name], list(self.members[process_set])
         names, decide = [], kind.decide
         for key, entry in batch:
             names.append([key.name, None if decide is None else decide(self._assignments, key, entry.requests)])
             if kind.ends_process_set:
                 self._remove(entry.signature["id"])
-        run = (self._sequence, first_key.process_set, first_key.kind, names)
+        run = (self._sequence, process_set, kind_name, names)
         if any(len(entry.requests) < len(members) for _, entry in batch):
             joined = [rank for rank in members if any(rank not in entry.requests for _, entry in batch)]
             members = [rank for rank in members if rank not in joined]

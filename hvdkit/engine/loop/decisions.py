@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit.engine.loop.messages import Waits
 from hvdkit.engine.ops import KINDS
@@ -44,8 +44,7 @@ class Rejection:
     left: int | None = None
 
 
-@dataclass(frozen=True)
-class Stall:
+class Stall(NamedTuple):
     """An operation that some ranks wait for and others have not submitted."""
 
     key: Key
@@ -62,18 +61,16 @@ def batch_size(ready: Iterable[tuple[int, Signature]], threshold: int) -> int:
     """
     rest = iter(ready)
     process_set, first = next(rest)
-    nbytes = _fusible_bytes(first)
+    nbytes, count = _fusible_bytes(first), 1
     if nbytes is None:
         return 1
-    count = 1
     for other_set, signature in rest:
         more = _fusible_bytes(signature)
         if more is None or other_set != process_set or nbytes + more > threshold:
             break
         if _fusion_class(first) != _fusion_class(signature):
             break
-        nbytes += more
-        count += 1
+        nbytes, count = nbytes + more, count + 1
     return count
 
 
@@ -92,15 +89,18 @@ def _fusion_class(signature: Signature) -> tuple[Any, ...]:
 
 @dataclass
 class Blocked:
-    """A rank whose only thread waits, for a named operation (``key``) or in a lane."""
+    """A rank whose only thread waits, for a named operation or in a lane."""
 
     message: Waits
-    key: Key | None
     repeats: int = 0  # reports of this wait since another rank reported a new one
 
+    @property
+    def key(self) -> Key | None:
+        """The named operation, if it is one."""
+        return Key(*self.message.at) if isinstance(self.message.at, list) else None
 
-@dataclass(frozen=True)
-class DeadLock:
+
+class DeadLock(NamedTuple):
     """The named operations, and the lanes with the ranks that wait in them, that a dead-lock ends."""
 
     text: str
@@ -123,9 +123,8 @@ class DeadLocks:
         if message.at is None:
             self._blocked.pop(rank, None)
             return None
-        key = Key(*message.at) if isinstance(message.at, list) else None
         earlier = self._blocked.get(rank)
-        blocked = self._blocked[rank] = Blocked(message, key)
+        blocked = self._blocked[rank] = Blocked(message)
         if earlier is not None and earlier.message.at == message.at:
             blocked.repeats = earlier.repeats + 1
         else:
@@ -137,17 +136,19 @@ class DeadLocks:
                 return self._break(*sorted((rank, peer)))
         return None
 
-    def _waits_for(self, blocked: Blocked) -> list[int]:
-        return blocked.message.waits_for if blocked.key is None else self._missing(blocked.key)
-
     def _wait_for_each_other(self, rank: int, peer: int) -> bool:
         """True if both wait in different operations that were meant to be the same, or one of them in a lane."""
         blocked, other = self._blocked[rank], self._blocked[peer]
         if blocked.message.at == other.message.at or not (blocked.repeats and other.repeats):
             return False
-        if blocked.key is not None and other.key is not None and blocked.message.label != other.message.label:
+        keys = blocked.key, other.key
+        if None not in keys and blocked.message.label != other.message.label:
             return False  # different names: a script may well submit the missing operation later, from elsewhere
-        return peer in self._waits_for(blocked) and rank in self._waits_for(other)
+        awaited = [
+            each.message.waits_for if key is None else self._missing(key)
+            for key, each in zip(keys, (blocked, other), strict=True)
+        ]
+        return peer in awaited[0] and rank in awaited[1]
 
     def _break(self, low: int, high: int) -> DeadLock:
         pair = [self._blocked[low], self._blocked[high]]

@@ -42,11 +42,9 @@ def spin_seconds(seconds: float, transport: Transport, topology: Topology) -> fl
 
 
 class Wakeup(Protocol):
-    """A counter of rings, on which threads sleep. Read ``count``, look for work, then ``sleep`` with that count.
+    """A counter of rings, on which threads sleep: read ``count``, look for work, then ``sleep`` with that count.
 
-    A ring since then ends the sleep.
-
-    ``spin_seconds``: how long to watch for a ring before giving up the processor.
+    A ring since then ends the sleep. ``spin_seconds``: how long to watch for a ring before giving up the processor.
     """
 
     def count(self) -> int: ...
@@ -85,25 +83,6 @@ def new_wakeup() -> Wakeup:
     return Bell()
 
 
-class Signal:
-    """A flag that one thread sleeps on and others set: a lock used as a semaphore, cheaper than threading.Event.
-
-    ``wait`` returns when ``set`` was called since the last ``wait``, or after the timeout.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        # Two threads may set it at once; the second finds it set already.
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
-
-    def wait(self, seconds: float) -> None:
-        self._lock.acquire(timeout=seconds)
-
-
 class Driver:
     """Runs the rounds of the engine, from one thread at a time.
 
@@ -116,8 +95,7 @@ class Driver:
         self._statistics = statistics
         self._rounds: Rounds | None = None
         self._wakeup = transport.wakeup or new_wakeup()  # rung by threads of this rank and by ranks of its node
-        self._polling = transport.polling
-        self._spin = spin_seconds
+        self._polling, self._spin = transport.polling, spin_seconds
         self._longest_pause = max(settings.cycle_time_ms * 1e-3, SHORTEST_PAUSE)
         self._background_pause = min(BACKGROUND_PAUSE, self._longest_pause)
         self._idle_pause = settings.idle_poll_ms * 1e-3
@@ -125,24 +103,22 @@ class Driver:
         self._guests = 0  # threads that wait for something and drive meanwhile
         self._guest_since = 0.0
         self._guests_lock = threading.Lock()
-        self._last_guest_left = Signal()
+        self._last_guest_left = threading.Event()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._serve, name="hvdkit-engine", daemon=True)
 
     def start(self, rounds: Rounds) -> None:
         """Drive ``rounds`` from now on."""
         self._rounds = rounds
-        if self.looks_at_once:
-            return
-        self._thread = threading.Thread(target=self._serve, name="hvdkit-engine", daemon=True)
-        self._thread.start()
+        if not self.looks_at_once:
+            self._thread.start()
 
     def stop(self) -> None:
         """End the background thread after its present round, or leave it behind where that does not end."""
         self._stopping = True
         self._last_guest_left.set()
         self._wakeup.ring()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if not self.looks_at_once and self._thread is not threading.current_thread():
             self._thread.join(ROUND_SECONDS)
 
     def wake(self) -> None:
@@ -210,6 +186,7 @@ class Driver:
             if self._guests:  # they drive
                 young = perf_counter() - self._guest_since < SHORT_VISIT
                 self._last_guest_left.wait(SHORT_VISIT / 4 if young else 0.1)
+                self._last_guest_left.clear()
                 continue
             if not self._turn.acquire(timeout=0.1):
                 continue

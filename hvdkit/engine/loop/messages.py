@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, get_args
 MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"
 
 # Made once: json.dumps makes one for each message.
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-_DECODER = json.JSONDecoder()
+_ENCODER, _DECODER = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder()
 
 
 # -- to the coordinator -----------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ class Bye(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The goodbye of another rank, passed on."""
+    """A goodbye of another rank, passed on."""
 
     rank: int
     reason: str
@@ -151,10 +150,10 @@ class Lost(NamedTuple):
     text: str
 
 
-ToCoordinator = NewSignature | Ask | LaneClosed | Join | Waits
-FromCoordinator = Run | Reject | Joined | JoinDone | JoinFailed
-FromAnyone = LaneStarted | LaneFailed | Abandoned | Ping | Pong | Bye | Left | Lost
-Message = ToCoordinator | FromCoordinator | FromAnyone
+Message = (
+    NewSignature | Ask | LaneClosed | Join | Waits | Run | Reject | Joined | JoinDone | JoinFailed
+    | LaneStarted | LaneFailed | Abandoned | Ping | Pong | Bye | Left | Lost
+)  # fmt: skip
 _CLASSES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
 
 

@@ -24,13 +24,11 @@ class Routes:
     def __init__(self, rank: int, nodes: Sequence[Sequence[int]], gone: Collection[int] = ()) -> None:
         self.rank = rank
         self.size = sum(map(len, nodes))
-        self._nodes = nodes
-        first = {node: next((member for member in node if member not in gone), node[0]) for node in map(tuple, nodes)}
-        self._speaker = [0] * self.size
-        self._node = [0] * self.size
-        for number, node in enumerate(first):
+        self._speaker, self._node = [0] * self.size, [0] * self.size
+        for number, node in enumerate(nodes):
+            speaker = next((member for member in node if member not in gone), node[0])
             for member in node:
-                self._speaker[member], self._node[member] = first[node], number
+                self._speaker[member], self._node[member] = speaker, number
         # Rank 0 until it is gone, also for ranks that no other rank needs any more.
         self.hub = next((member for member in range(self.size) if member not in gone), 0)
 
@@ -66,10 +64,8 @@ class Relay:
     """
 
     def __init__(self, transport: Transport, nodes: Sequence[Sequence[int]], leftover: list[tuple[int, bytes]]) -> None:
-        self._transport = transport
-        self._rank = transport.rank
-        self._nodes = nodes
-        self._leftover = leftover
+        self._transport, self._rank, self._nodes, self._leftover = transport, transport.rank, nodes, leftover
+        self._passes_on = len(nodes) > 1
         self._gone: frozenset[int] = frozenset()
         self._by_next: dict[int, int] = {}  # bit set of the receivers behind each rank that messages are sent to
         self._turned = 0  # bit set of the receivers whose route has changed
@@ -88,7 +84,6 @@ class Relay:
         for after, behind in ways.items():
             self._turned |= behind & ~self._by_next.get(after, 0)
         self._by_next = ways
-        self._passes_on = len(self._nodes) > 1
 
     def avoid(self, gone: Iterable[int], settling_seconds: float) -> None:
         """Route messages around these ranks. Later messages wait so long for those that are on their old route."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Array, Group, Steps
@@ -34,10 +33,8 @@ class Handle:
     __slots__ = ("_description", "_error", "_finished", "_result", "_waiting", "label")
 
     def __init__(self, description: object, label: str | None, waiting: WaitingThreads | None) -> None:
-        """``waiting``: None for a handle that nobody waits for."""
-        self._description = description
-        self.label = label  # the name that the user gave, None for an automatic one
-        self._waiting = waiting
+        """``label``: the name that the user gave, if any. ``waiting``: None for a handle that nobody waits for."""
+        self._description, self.label, self._waiting = description, label, waiting
         self._finished = False
         self._result: Any = None
         self._error: BaseException | None = None
@@ -114,19 +111,6 @@ class Submission:
             array[...] = source
         self.sources = None
 
-    def stage(self) -> None:
-        """Copy device tensors to host memory, for ranks that have no collectives of the device."""
-        self.arrays = [array.to_host() if isinstance(array, DeviceArray) else array for array in self.arrays]
-
-
-def zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:
-    """Return the contribution of a rank that has joined, on a device."""
-    zeros = []
-    for shape, dtype in zip(signature["shape"], signature["dtype"], strict=True):
-        tensor = collectives.allocate(prod(shape), dtype)
-        zeros.append(DeviceArray(tensor, tuple(shape), dtype, "", collectives.mark(), lambda: None))  # type: ignore[arg-type,return-value]
-    return zeros
-
 
 def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scale]:
     """Return the operation and the scale of its result: AVERAGE is SUM, divided."""
@@ -144,13 +128,11 @@ class Batch:
     side_by_side: bool = True  # parts of the batch may run at the same time
     # Records the batch's activities in the timeline. ``about``: a batch whose algorithm is recorded with its reason.
     trace: Callable[..., None] = lambda activity, about=None: None
-    # Those of the first submission; others differ in shapes alone.
-    signature: Signature = field(init=False)
+    signature: Signature = field(init=False)  # of the first submission; others differ in shapes alone
     codec: Codec = field(init=False)
 
     def __post_init__(self) -> None:
-        first = self.submissions[0]
-        self.signature, self.codec = first.signature, first.codec
+        self.signature, self.codec = self.submissions[0].signature, self.submissions[0].codec
 
     def __str__(self) -> str:
         more = f" and {len(self.submissions) - 1} more" if len(self.submissions) > 1 else ""
@@ -161,14 +143,10 @@ class Batch:
         return effective(_OPS[self.signature["op"]], self.signature["postscale"], self.group.size)
 
 
-def agreed(batch: Batch) -> Parts:
-    """Return steps without data: all ranks have asked, and the result is the coordinator's decision."""
-
-    def steps() -> Steps[list[Any]]:
-        return [batch.extras[0]]
-        yield []
-
-    return [steps()]
+def _agreed(batch: Batch) -> Steps[list[Any]]:
+    """Return the coordinator's decision, after steps without data: all ranks have asked."""
+    return [batch.extras[0]]
+    yield []
 
 
 @dataclass(frozen=True)
@@ -194,7 +172,7 @@ class Kind:
     begun: Callable[[Groups, Submission, Any], None] | None = None
     # Returns the arrays that a rank that has joined contributes. None: such a rank cannot take part.
     joined: Callable[[Signature], list[Array]] | None = None
-    run: Callable[[Batch], Parts] = agreed
+    run: Callable[[Batch], Parts] = lambda batch: [_agreed(batch)]
     # Runs the batch by the collectives of the tensors' device. It launches everything before it first yields.
     run_on_device: Callable[[DeviceCollectives, Batch], Steps[list[Any]]] | None = None
     # Returns the algorithm and the reason for it, for the timeline.

@@ -43,9 +43,9 @@ def lane_tag(number: int, sequence: int) -> int:
 class LaneNumbers:
     """The numbers in tags of the lanes that are open, on the coordinator.
 
-    Each rank reports up to which operation it has closed a lane. When all report the same operation, everything begun
-    has ended on all ranks, and the number is free. A lane that failed, or whose ranks closed it at different
-    operations, keeps its number: messages of that lane may still be under way.
+    Each rank reports how many operations it had begun when it closed a lane. When all report the same, everything has
+    ended on all ranks, and the number is free. Otherwise, or if the lane failed, the lane keeps its number: messages of
+    that lane may still be under way.
     """
 
     def __init__(self) -> None:
@@ -62,20 +62,17 @@ class LaneNumbers:
         if not self._free:
             return None
         number = self._free.popleft()
-        self._open[lane] = number, frozenset(ranks)
-        self._closed[lane] = {}
+        self._open[lane], self._closed[lane] = (number, frozenset(ranks)), {}
         return number
 
     def closed(self, rank: int, lane: int, sequence: int) -> None:
         """Note that a rank has closed a lane. A rank that took part with zeros meanwhile reports it again."""
-        if lane not in self._open:
-            return
-        number, ranks = self._open[lane]
-        closed = self._closed[lane]
-        closed[rank] = sequence
-        if ranks == closed.keys() and len(set(closed.values())) == 1:
-            del self._open[lane], self._closed[lane]
-            self._free.append(number)
+        if lane in self._open:
+            (number, ranks), closed = self._open[lane], self._closed[lane]
+            closed[rank] = sequence
+            if ranks == closed.keys() and len(set(closed.values())) == 1:
+                del self._open[lane], self._closed[lane]
+                self._free.append(number)
 
 
 class Assignments:

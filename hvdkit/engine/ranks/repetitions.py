@@ -10,6 +10,7 @@ ranks, joins and mistakes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,23 +48,23 @@ class Content(NamedTuple):
     postscale: float
 
 
+@dataclass(slots=True)
 class _Region:
     """This rank's turns in a region: one at a time, and ascending, as the other ranks rely on."""
 
-    __slots__ = ("last", "lock")
-
-    def __init__(self) -> None:
-        self.last, self.lock = 0, Lock()
+    last: int = 0
+    lock: Lock = field(default_factory=Lock)
 
 
+@dataclass(slots=True)
 class _Repetition:
-    """A recurring operation. ``done``: how often it ran under its name since it has its region."""
+    """A recurring operation. ``begin``: its turn before the first; ``done``: how often it ran since."""
 
-    __slots__ = ("begin", "done", "op", "region", "scale")
-
-    def __init__(self, number: int, op: ReduceOp, scale: Scale) -> None:
-        self.begin, self.region = number // REGIONS * _ROUND, number % REGIONS
-        self.op, self.scale, self.done = op, scale, 0
+    region: int
+    begin: int
+    op: ReduceOp
+    scale: Scale
+    done: int = 0
 
 
 class Repetitions:
@@ -87,11 +88,11 @@ class Repetitions:
         """Assign the region ``number`` to an operation, which ranks reduce by ``op`` and ``scale``."""
         if nbytes > self._most_bytes or number >= REGIONS * _ROUNDS:
             return
-        new = _Repetition(number, op, scale)
-        self._regions.setdefault(new.region, _Region())
-        for old in [old for old, repetition in self._repetitions.items() if repetition.region == new.region]:
+        region = number % REGIONS
+        self._regions.setdefault(region, _Region())
+        for old in [old for old, repetition in self._repetitions.items() if repetition.region == region]:
             self._repetitions.pop(old, None)
-        self._repetitions[content] = new
+        self._repetitions[content] = _Repetition(region, number // REGIONS * _ROUND, op, scale)
 
     def ran(self, content: Content) -> None:
         """Count an operation that ran through the coordinator."""
@@ -123,14 +124,9 @@ class Repetitions:
                 self._area.withdraw(repetition.region, turn)
                 return False
             self.under_way.add(call.name)
+            flat, source = array.reshape(-1), None if source is None else source.reshape(-1)
             done: bool = self._area.allreduce(
-                repetition.region,
-                turn,
-                array.reshape(-1),
-                repetition.op,
-                repetition.scale,
-                None if source is None else source.reshape(-1),
-                PATIENCE_SECONDS,
+                repetition.region, turn, flat, repetition.op, repetition.scale, source, PATIENCE_SECONDS
             )
             if done:
                 repetition.done += 1
@@ -146,7 +142,7 @@ class Repetitions:
             self._repetitions.pop(content, None)
 
     def forget_all(self) -> None:
-        """Forget all operations: a rank has joined, and does not count."""
+        """Forget all operations."""
         self._repetitions.clear()
 
     def leave(self) -> None:

@@ -29,7 +29,6 @@ MOST_BYTES = 1 << 24  # of an introduction, which takes some hundred, and more w
 _MARK = b"\0"
 _STARTUP = struct.Struct("<cIB")
 _BLOB, _FAILURE = 0, 1
-_COUNT = struct.Struct("<I")
 VERDICT_SECONDS = 2.0  # for rank 0 to name the rank that did not come
 # Settings that decide the layout of buckets and algorithms: ranks that differed would wait for each other for ever.
 SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "verify")
@@ -60,12 +59,11 @@ def introduce(
     }
     reports = [json.loads(payload) for payload in exchange(json.dumps(report).encode())]
     _check_same(reports, "version", "hvdkit has different versions", "install one version on all hosts.")
-    _check_same(
-        reports,
-        "process_sets",
+    fact, hint = (
         "hvd.init() was given different process sets",
         "pass the same process_sets in the same order on every rank.",
     )
+    _check_same(reports, "process_sets", fact, hint)
     settings = dataclasses.replace(settings, **{name: reports[0][name] for name in SHARED_SETTINGS})
     return topology_of(rank, reports), settings
 
@@ -123,7 +121,6 @@ class InitExchanges:
     def _receive(self, transport: Transport, ranks: Sequence[int], seconds: float) -> dict[int, tuple[int, bytes]]:
         """Return the kind and bytes of the message of each of ``ranks``. Raises PeerLostError for a missing rank."""
         came: dict[int, tuple[int, bytes]] = {}
-        me = f"hvd.init() on rank {transport.rank}"
 
         def over() -> bool:
             for rank, payload in transport.poll_control():
@@ -132,9 +129,8 @@ class InitExchanges:
                     continue
                 _, turn, kind = _STARTUP.unpack_from(payload)
                 if turn != self._turn or rank not in ranks or len(payload) > MOST_BYTES:
-                    raise HorovodInternalError(
-                        f"{me} does not understand what rank {rank} said in {len(payload)} bytes."
-                    )
+                    said = f"what rank {rank} said in {len(payload)} bytes"
+                    raise HorovodInternalError(f"hvd.init() on rank {transport.rank} does not understand {said}.")
                 came[rank] = kind, payload[_STARTUP.size :]
             return len(came) == len(ranks)
 
@@ -144,8 +140,7 @@ class InitExchanges:
 
 def _packed(blobs: Sequence[bytes]) -> bytes:
     """Compress the bytes of all ranks, which are mostly the same."""
-    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
-    return zlib.compress(b"".join((_COUNT.pack(len(blobs)), lengths, *blobs)), 1)
+    return zlib.compress(json.dumps([blob.decode("latin-1") for blob in blobs]).encode(), 1)
 
 
 def _unpacked(body: bytes) -> list[bytes]:
@@ -154,13 +149,7 @@ def _unpacked(body: bytes) -> list[bytes]:
     raw = unpacking.decompress(body, MOST_BYTES)
     if not unpacking.eof:
         raise ValueError(f"more than {MOST_BYTES} bytes of introductions")
-    (count,) = _COUNT.unpack_from(raw)
-    lengths = struct.unpack_from(f"<{count}I", raw, _COUNT.size)
-    begin, blobs = _COUNT.size + struct.calcsize(f"<{count}I"), []
-    for length in lengths:
-        blobs.append(raw[begin : begin + length])
-        begin += length
-    return blobs
+    return [text.encode("latin-1") for text in json.loads(raw)]
 
 
 def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, pause: float = 0.0002) -> Any:
@@ -169,7 +158,7 @@ def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, p
     ``pause``: seconds between two polls of a transport that must be polled.
     """
     result: list[Any] = []
-    operation = Operation("hvd.init()", steps, transport, result.append)
+    operation = Operation("hvd.init()", steps, transport, on_done=result.append)
     _wait(transport, lambda: bool(operation.advance()), operation.awaited_peers, timeout_seconds, pause)
     return result[0]
 
@@ -211,8 +200,7 @@ def measure_network(
     Collective. All ranks get the same numbers, so that they decide alike.
     """
     first_node = next(node for node in nodes if 0 in node)
-    others = [rank for rank in range(1, transport.size) if rank not in first_node]
-    partner = others[0] if others else 1
+    partner = next((rank for rank in range(1, transport.size) if rank not in first_node), 1)
     blob = b""
     if transport.rank in (0, partner):
         steps = ping_pong(transport, partner if transport.rank == 0 else 0)
@@ -227,14 +215,12 @@ def ping_pong(transport: Transport, peer: int) -> Steps[tuple[float, float]]:
     other = 1 - group.rank
     small, large = np.zeros(8, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
     small_in, large_in = small.copy(), large.copy()
-    trips, loads = [], []
-    for _ in range(PROBE_TRIPS):
-        started = perf_counter()
-        yield [group.irecv(small_in, other, PROBE_TAG), group.isend(small, other, PROBE_TAG)]
-        trips.append(perf_counter() - started)
-    for _ in range(PROBE_LOADS):
-        started = perf_counter()
-        yield [group.irecv(large_in, other, PROBE_TAG), group.isend(large, other, PROBE_TAG)]
-        loads.append(perf_counter() - started)
+    trips: list[float] = []
+    loads: list[float] = []
+    for out, into, times, count in ((small, small_in, trips, PROBE_TRIPS), (large, large_in, loads, PROBE_LOADS)):
+        for _ in range(count):
+            started = perf_counter()
+            yield [group.irecv(into, other, PROBE_TAG), group.isend(out, other, PROBE_TAG)]
+            times.append(perf_counter() - started)
     latency = sorted(trips)[len(trips) // 2]
     return latency, max((min(loads) - latency) / PROBE_BYTES, QUICKEST_BYTE)

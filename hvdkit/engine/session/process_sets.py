@@ -8,6 +8,8 @@ from typing import Any
 from hvdkit.engine.session import runtime
 from hvdkit.errors import NotInitializedError
 
+EXPECTED = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
+
 
 class ProcessSet:
     """Ranks that run collective operations together.
@@ -36,26 +38,18 @@ class ProcessSet:
         if isinstance(ranks_or_comm, Iterable) and not hasattr(ranks_or_comm, "Get_group"):
             ranks = list(ranks_or_comm)
             if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
-                raise ValueError(
-                    "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
-                    f"{ranks_or_comm!r}"
-                )
+                raise ValueError(f"{EXPECTED}, got {ranks_or_comm!r}")
             if len(set(ranks)) != len(ranks):
                 raise ValueError(f"ProcessSet: each rank can be named once, got {ranks}")
             self.ranks = sorted(ranks)
         elif hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
         else:
-            raise ValueError(
-                "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
-                f"{type(ranks_or_comm).__name__}"
-            )
+            raise ValueError(f"{EXPECTED}, got {type(ranks_or_comm).__name__}")
 
     def size(self) -> int | None:
         """Return the number of ranks, or None before the set is initialized."""
-        if self.process_set_id is None:
-            return None
-        return len(_ranks_of(self))
+        return None if self.process_set_id is None else len(_ranks_of(self))
 
     def rank(self) -> int | None:
         """Return this process's rank in the set, or None before the set is initialized.
@@ -77,9 +71,7 @@ class ProcessSet:
         """Return True if this process is in the set, None before ``ranks`` is known."""
         if self.process_set_id == 0:
             return True
-        if self.ranks is None:
-            return None
-        return runtime.topology().rank in self.ranks
+        return None if self.ranks is None else runtime.topology().rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -134,8 +126,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Examples:
         >>> evaluators = hvd.add_process_set([1])
-        >>> if evaluators.included():
-        ...     hvd.barrier(process_set=evaluators)
         >>> hvd.remove_process_set(evaluators)
         True
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import config, environments
@@ -15,7 +15,7 @@ from hvdkit.engine.session.ending import ENDING, abort_mpi, watch_forks
 from hvdkit.engine.session.session import LEAVING, Session
 from hvdkit.environments import limits
 from hvdkit.environments.base import World
-from hvdkit.environments.failure_record import tell_init
+from hvdkit.environments.failure_record import take_wanted, tell_init
 from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError, TransportUnavailableError
 from hvdkit.transports import Job, open_transport
 from hvdkit.transports.base import Transport
@@ -54,15 +54,15 @@ def is_initialized() -> bool:
     return _session is not None
 
 
-def check_not_forked() -> None:
-    """Raise ForkedChildError in a process that was forked from the one that called init."""
-    if _session is not None and _session.process != os.getpid():
-        raise ForkedChildError(_session.engine.mailbox.me(), _session.process)
-
-
 def is_forked() -> bool:
     """True if this process was forked from the one that called init."""
     return _session is not None and _session.process != os.getpid()
+
+
+def check_not_forked() -> None:
+    """Raise ForkedChildError in a process that was forked from the one that called init."""
+    if is_forked():
+        engine()
 
 
 def topology() -> Topology:
@@ -113,9 +113,16 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     sets = [] if process_sets is None or dynamic else list(process_sets)
     world, members = _world_of(comm)
     # Errors in the arguments are raised before ranks meet: a rank that raised one later would leave the others waiting.
-    static = _static_ranks(
-        sets, world.size if members is None else len(members), comm if _is_communicator(comm) else None
-    )
+    static: list[list[int]] = []
+    size = world.size if members is None else len(members)
+    for number, process_set in enumerate(sets):
+        ranks = resolve_ranks(process_set, size, comm if _is_communicator(comm) else None)
+        if ranks in static or ranks == list(range(size)):
+            raise ValueError(
+                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
+                f"{process_set}"
+            )
+        static.append(ranks)
     if world.size > 1 and (words := limits.too_few_files(limits.FILES_OF_A_RANK)):
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}")  # MPI would crash
     try:
@@ -163,22 +170,22 @@ def _is_communicator(comm: Any) -> bool:
     return hasattr(comm, "Get_rank")
 
 
-def first_gone() -> int | None:
+def _first_gone() -> int | None:
     """Return the rank that left the job before all others, None if none has."""
     return None if _session is None else next(iter(_session.engine.mailbox.departed), None)
 
 
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Return this process's place among all ranks, and the ranks that take part if not all do."""
-    ENDING.take_wanted()
+    ENDING.record_wanted = take_wanted() or ENDING.record_wanted
     tell_init()
     ENDING.renumbered = _is_communicator(comm) or (comm is not None and len(comm) > 0)
     if _is_communicator(comm):
-        ENDING.watch(shutdown, first_gone)
-        ENDING.abort_with(abort_mpi)
+        ENDING.watch(shutdown, _first_gone)
+        ENDING.abort = abort_mpi
         return World("mpi4py", comm.Get_rank(), comm.Get_size(), mpi=True), None
     world = environments.detect()
-    members = None if comm is None or len(comm) == 0 else sorted(comm)
+    members = sorted(comm) if ENDING.renumbered else None
     if members is not None:
         if members[0] < 0 or members[-1] >= world.size or len(set(members)) != len(members):
             raise ValueError(
@@ -190,9 +197,9 @@ def _world_of(comm: Any) -> tuple[World, list[int] | None]:
                 "HINT: call hvd.init(comm=ranks) only on the ranks that it names."
             )
     if world.size > 1:
-        ENDING.watch(shutdown, first_gone)  # before anything can fail that others wait for
+        ENDING.watch(shutdown, _first_gone)  # before anything can fail that others wait for
         if world.mpi:
-            ENDING.abort_with(abort_mpi)
+            ENDING.abort = abort_mpi
     _generations[tuple(members or ())] += 1
     return world, members
 
@@ -209,19 +216,6 @@ def _connect(
     if members is not None:
         world = World(world.launcher, members.index(world.rank), len(members), mpi=world.mpi)
     return world, transport
-
-
-def _static_ranks(process_sets: Sequence[ProcessSet], size: int, communicator: Any) -> list[list[int]]:
-    static: list[list[int]] = []
-    for number, process_set in enumerate(process_sets):
-        ranks = resolve_ranks(process_set, size, communicator)
-        if ranks in static or ranks == list(range(size)):
-            raise ValueError(
-                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
-                f"{process_set}"
-            )
-        static.append(ranks)
-    return static
 
 
 def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
