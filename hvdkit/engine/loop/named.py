@@ -150,8 +150,7 @@ class NamedOperations:
     ) -> Handle:
         """Reduce each array in place over the ranks of a process set; several arrays are one operation.
 
-        ``sources``: arrays of the same shapes that hold the values, where the arrays only take the results. They must
-        not change until the operation is done.
+        ``sources``: arrays of the same shapes that hold the values until the operation is done, if not ``arrays``.
         """
         repetitions = self.groups.repetitions.get(call.process_set_id)
         if repetitions and len(arrays) == 1 and self._mailbox.error is None:
@@ -162,8 +161,7 @@ class NamedOperations:
             # An operation in flight may have the same name, which is an error.
             negotiates = call.wake or bool(self._submissions) or self._telemetry.timeline is not None
             self._waiting.submitters.add(get_ident())
-            began = perf_counter()
-            source = None if sources is None else sources[0]
+            began, source = perf_counter(), None if sources is None else sources[0]
             done = repetitions.reduce(arrays[0], source, request, call, negotiates)
             self._telemetry.statistics.waited(perf_counter() - began)
             if done:

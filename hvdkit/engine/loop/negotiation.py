@@ -34,15 +34,12 @@ class Mailbox:
         driver: Driver,
         leftover: list[tuple[int, bytes]],
     ) -> None:
-        self.topology = topology
-        self.liveness = liveness
-        self._driver = driver
+        self.topology, self.liveness, self._driver = topology, liveness, driver
         self.departed: dict[int, str] = {}  # the ranks that said goodbye, and why they left
         self.departed_at: dict[int, float] = {}
         self.error: HorovodInternalError | None = None  # the reason why this rank cannot communicate any more
         self.failed_with = 0  # the exit code of the rank that failed first, as far as any rank has sent one
         self.relay = Relay(transport, topology.nodes, leftover)
-        # Without a relay the transport is asked directly.
         self.poll = self.relay.poll if leftover or len(topology.nodes) > 1 else transport.poll_control
         self._rank = topology.rank
 
@@ -52,15 +49,10 @@ class Mailbox:
         An unreachable rank raises no error here: the watch looks for lost ranks.
         """
         departed = () if isinstance(message, (Bye, Pong)) else self.departed
-        receivers = []
-        for rank in ranks:  # a loop, since each small operation passes here
-            if rank != self._rank and rank not in departed:
-                receivers.append(rank)
-        if receivers:
+        if receivers := [rank for rank in ranks if rank != self._rank and rank not in departed]:
             self.relay.send(receivers, encode(message))
 
     def tell_everyone(self, message: Message) -> None:
-        """Send to all other ranks."""
         self.tell(range(self.topology.size), message)
 
     def tell_later(self, ranks: Iterable[int], message: Message) -> None:

@@ -66,7 +66,7 @@ class Operation:
         return str(self._what)
 
     def awaited_peers(self) -> set[int]:
-        """Return the ranks whose transfers are not done; all members if a device's collective does not name them."""
+        """Return the ranks whose transfers are not done; all members if a device's collective names none."""
         peers: set[int] = set()
         for transfer in self._pending:
             try:

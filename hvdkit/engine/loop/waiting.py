@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class WaitingThread:
-    """A thread that waits for ``subject`` since ``since``. The coordinator last heard of it at ``reported_at``."""
+    """A thread that waits for the result of ``subject``."""
 
     subject: Handle | Lane
     since: float
-    reported_at: float = 0.0
+    reported_at: float = 0.0  # when the coordinator last heard of it
     warned: bool = False
 
 

@@ -24,11 +24,7 @@ class Joining:
     """
 
     def __init__(
-        self,
-        negotiation: Negotiation,
-        lanes: Lanes,
-        named: NamedOperations,
-        operations: list[Operation],
+        self, negotiation: Negotiation, lanes: Lanes, named: NamedOperations, operations: list[Operation]
     ) -> None:
         self._negotiation, self._mailbox = negotiation, negotiation.mailbox
         self._open_lanes, self._named, self._groups, self._operations = lanes, named, named.groups, operations

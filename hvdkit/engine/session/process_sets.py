@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdkit.engine.session import runtime
-from hvdkit.errors import NotInitializedError
 
 EXPECTED = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 
@@ -123,11 +122,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             dynamic.
         NotImplementedError: for a set made from an MPI communicator.
         NotInitializedError: before init() or after shutdown().
-
-    Examples:
-        >>> evaluators = hvd.add_process_set([1])
-        >>> hvd.remove_process_set(evaluators)
-        True
     """
     engine = runtime.engine()
     if not isinstance(process_set, ProcessSet):
@@ -146,22 +140,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set; every rank of the job calls this.
-
-    Args:
-        process_set: the result of add_process_set(), or a set of ``hvd.init()``.
-
-    Returns:
-        True if there was such a set. The global set cannot be removed.
+    """Remove a set; every rank of the job calls this. Returns False for the global set, and if there is no such set.
 
     Raises:
         TypeError: if ``process_set`` is no ProcessSet.
         ValueError: where sets are not dynamic, as for add_process_set().
         NotInitializedError: before init() or after shutdown().
-
-    Examples:
-        >>> hvd.remove_process_set(hvd.global_process_set)
-        False
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"remove_process_set: process_set must be a hvd.ProcessSet, got {process_set!r}")
@@ -175,8 +159,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _check_dynamic(doing: str) -> None:
-    if not runtime.is_initialized():
-        raise NotInitializedError
     if not runtime.dynamic_process_sets():
         raise ValueError(
             f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after Horovod initialization.\n"

@@ -137,7 +137,6 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     watch_forks()
     for number, process_set in enumerate(sets, start=1):
         process_set.process_set_id = number
-    settings = _session.engine.settings
     if settings.timeline and settings.timeline != "DYNAMIC":
         _session.engine.telemetry.start(settings.timeline, settings.timeline_mark_cycles)
 

@@ -13,15 +13,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
-from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.messages import Bye, Ping
-from hvdkit.engine.loop.negotiation import SETTLING_SECONDS, Mailbox
+from hvdkit.engine.loop.negotiation import SETTLING_SECONDS
 from hvdkit.engine.loop.relay import Routes
 from hvdkit.engine.session.core import Engine
 from hvdkit.engine.session.ending import exit_status
 from hvdkit.engine.session.introduction import InitExchanges, introduce, measure_network
 from hvdkit.engine.session.sharing import share_memory
-from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.environments.base import World
@@ -37,7 +35,6 @@ logger = logging.getLogger("hvdkit")
 LEAVING = "it called hvd.shutdown() or ended"
 SHUT_DOWN = "hvdkit was shut down on this rank while the operation was in flight."
 
-
 # How long shutdown waits for the goodbyes of the others. A rank that failed waits only until they have its goodbye.
 GOODBYE_SECONDS = 5.0
 FAILED_GOODBYE_SECONDS = 0.3
@@ -52,19 +49,18 @@ class GoodbyeWait:
     time is among the ``losses``: it was stopped or cut off, or hangs, and its job would never end.
     """
 
-    def __init__(self, driver: Driver, mailbox: Mailbox, watch: Watch, reason: str, code: int, failed: bool) -> None:
-        self._mailbox, self._watch = mailbox, watch
-        self._failed = failed
+    def __init__(self, engine: Engine, reason: str, code: int, failed: bool) -> None:
+        self._mailbox, self._watch, self._failed = engine.mailbox, engine.watch, failed
         self._began = monotonic()
         self._announced = False
         self._pinged_at: float | None = None
         self.losses: list[Loss] = []
 
         def tell() -> None:
-            mailbox.tell_everyone(Bye(reason, code))
+            self._mailbox.tell_everyone(Bye(reason, code))
             self._announced = True
 
-        driver.defer(tell)
+        engine.driver.defer(tell)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not said goodbye."""
@@ -73,8 +69,7 @@ class GoodbyeWait:
 
     def over(self) -> bool:
         """True if this rank may leave, also where it cannot send messages any more."""
-        missing = self.missing()
-        now = monotonic()
+        missing, now = self.missing(), monotonic()
         waited = now - self._began
         if self._announced and not missing:
             return not self._mailbox.relay.held
@@ -127,7 +122,6 @@ class Session:
                 return exchanges.exchange(connected, blob)
 
             topology, settings = introduce(transport.rank, world, settings, process_sets, exchange)
-
             # Others wait for the outcome with a deadline.
             start_seconds = min(settings.start_timeout_seconds, settings.timeout_seconds / 2)
             transport = connected.start(exchange, start_seconds, settings.timeout_seconds)
@@ -180,18 +174,16 @@ class Session:
 
     def _say_goodbye(self, reason: str, code: int, failed: bool) -> tuple[bool, PeerLostError | None]:
         """Return whether all ranks shut down now, and the error of a lost rank."""
-        engine = self.engine
-        mailbox, watch = engine.mailbox, engine.watch
+        engine, mailbox = self.engine, self.engine.mailbox
         if mailbox.departed:
             first, cause = next(iter(mailbox.departed.items()))
             reason += f", after rank {first} had left ({cause})"
         failed = failed or bool(code or mailbox.error)
-        goodbye = GoodbyeWait(engine.driver, mailbox, watch, reason, mailbox.failed_with or exit_status(code), failed)
+        goodbye = GoodbyeWait(engine, reason, mailbox.failed_with or exit_status(code), failed)
         engine.driver.drive_until(goodbye.over)
         # A connection that breaks now is no loss: its rank may have left with its goodbye unsent, and if it was killed,
         # its launcher knows.
         lost = None
-        if goodbye.losses:
-            first_lost = goodbye.losses[0]
-            lost = PeerLostError(watch.loss_text(first_lost, " and did not say goodbye"), first_lost.rank)
+        for loss in goodbye.losses[:1]:
+            lost = PeerLostError(engine.watch.loss_text(loss, " and did not say goodbye"), loss.rank)
         return not goodbye.missing() and mailbox.error is None, lost

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
@@ -23,6 +23,10 @@ logger = logging.getLogger("hvdkit")
 
 # How long handing over the memory may take. A rank that cannot get it must not keep the others at init.
 OBTAIN_SECONDS = 10.0
+NOT_BUILT = (
+    "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a copy that "
+    "was not installed: python setup.py build_ext --inplace builds them in it)"
+)
 
 
 def share_memory(transport: Transport, topology: Topology, settings: Settings, exchange: Exchange) -> Transport:
@@ -35,13 +39,18 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
     # All ranks are connected, so none comes late, and others wait for the outcome with a deadline.
     rank, seconds = topology.rank, min(settings.start_timeout_seconds, settings.timeout_seconds / 4, OBTAIN_SECONDS)
     node = next(list(members) for members in topology.nodes if rank in members)
-    reason = _reason_not_to_share(settings)
+    reason = NOT_BUILT if kernels.backend() != "native" else ""
+    reason = reason if settings.node_memory else "HVDKIT_NODE_MEMORY is 0"
     invitation: Invitation | None = None
     offer = {}
     if rank == node[0] and len(node) > 1 and not reason:
-        invitation, reason = _invite()
-        if invitation is not None:
+        from hvdkit.transports.node.memory import Invitation  # which needs the native kernels
+
+        try:
+            invitation = Invitation()
             offer = {"address": invitation.address, "secret": invitation.secret}
+        except (OSError, AttributeError) as error:  # AttributeError: Python was built for a system without memfd_create
+            reason = f"no memory file can be made here ({error})"
     reports = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **offer}).encode())]
     reason = next((reports[member]["reason"] for member in node if reports[member]["reason"]), "")
     obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
@@ -78,44 +87,13 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
         windows[owner] if all(owner in blobs[member]["arenas"] for member in node) else None
         for owner in range(len(node))
     ]
-    problem = _why_not_in_place(node, arenas, blobs)
-    if problem is not None and rank == node[0]:
-        logger.warning(NOT_SERVED, *problem)
-    return NodeTransport(transport, memory, rings, arenas)
-
-
-def _why_not_in_place(
-    node: Sequence[int], arenas: Sequence[Window | None], outcomes: Sequence[dict[str, Any]]
-) -> tuple[str, str] | None:
-    """Return the ranks whose gradients cannot be reduced in place, and the reason, unless a setting asks for that."""
     missing = [owner for owner, arena in enumerate(arenas) if arena is None]
-    reasons = [f"{reason} on rank {node[owner]}" for owner in missing if (reason := outcomes[node[owner]]["no_arena"])]
-    is_mapped = any(owner in outcomes[member]["arenas"] for owner in missing for member in node)
-    if is_mapped:
+    reasons = [f"{reason} on rank {node[owner]}" for owner in missing if (reason := blobs[node[owner]]["no_arena"])]
+    if any(owner in blobs[member]["arenas"] for owner in missing for member in node):
         reasons.append("not all ranks of this host can map their memory")
-    if not reasons:
-        return None
-    return f"the ranks {[node[owner] for owner in missing]}", reasons[0]
-
-
-def _reason_not_to_share(settings: Settings) -> str:
-    if not settings.node_memory:
-        return "HVDKIT_NODE_MEMORY is 0"
-    if kernels.backend() != "native":
-        return (
-            "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a copy "
-            "that was not installed: python setup.py build_ext --inplace builds them in it)"
-        )
-    return ""
-
-
-def _invite() -> tuple[Invitation | None, str]:
-    from hvdkit.transports.node.memory import Invitation
-
-    try:
-        return Invitation(), ""
-    except (OSError, AttributeError) as error:  # AttributeError: Python was built for a system without memfd_create
-        return None, f"no memory file can be made here ({error})"
+    if reasons and rank == node[0]:  # gradients of these ranks cannot be reduced in place, and no setting asks for that
+        logger.warning(NOT_SERVED, f"the ranks {[node[owner] for owner in missing]}", reasons[0])
+    return NodeTransport(transport, memory, rings, arenas)
 
 
 def _obtain(

@@ -28,10 +28,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reductions = 0
-        self._reduced_bytes = 0
-        self._busy = 0.0
-        self._waited = 0.0
+        self._reductions = self._reduced_bytes = 0
+        self._busy = self._waited = 0.0
         self._encoded: dict[str, Tally] = {}
 
     def reduced(self, nbytes: int, seconds: float) -> None:
