@@ -72,11 +72,8 @@ class Arrival(NamedTuple):
     @property
     def fields(self) -> dict[str, Any]:
         """The arguments of the wait in the timeline."""
-        return {
-            "last_rank": self.rank,
-            "ms_after_the_one_before": round(1e3 * self.after_the_one_before, 3),
-            "ms_after_the_first": round(1e3 * self.after_the_first, 3),
-        }
+        before, first = round(1e3 * self.after_the_one_before, 3), round(1e3 * self.after_the_first, 3)
+        return {"last_rank": self.rank, "ms_after_the_one_before": before, "ms_after_the_first": first}
 
 
 def last_of(came: Mapping[int, float]) -> Arrival | None:
