@@ -152,7 +152,7 @@ class Transport(ABC):
     polling: bool
     # The ranks of each node that share memory; empty if no two do.
     nodes: Sequence[Sequence[int]] = ()
-    # The event counter on which waiting threads sleep, if other ranks ring it; see hvdkit.engine.loop.wakeup.
+    # The event counter on which waiting threads sleep, if other ranks ring it; see hvdkit.engine.loop.driver.
     wakeup: Any = None
     # The window, and the offset in it, where this node's ranks count the signs of life of all ranks; None: each has its
     # own counters.

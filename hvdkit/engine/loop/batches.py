@@ -141,8 +141,7 @@ class Batches:
     def _on_device(self, batch: Batch, process_set_id: int) -> Steps[list[Any]]:
         """Run a batch of DeviceArrays. The first batch opens the device's collectives, collectively.
 
-        All ranks launch collectives in the order of their batches: a new operation is advanced after all older ones,
-        and launches everything before it first yields.
+        A new operation is advanced after all older ones, and launches all before it first yields: ranks keep one order.
         """
         row, signature = KINDS[batch.submissions[0].key.kind], batch.signature
         collectives = self._groups.device_collectives(process_set_id, signature["device"])

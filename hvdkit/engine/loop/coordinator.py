@@ -1,7 +1,4 @@
-"""Decides, on rank 0, which named operations run and in which order: a state machine of messages in, messages out.
-
-It has no clock and no connection of its own, so that every decision can be tested without a process.
-"""
+"""Decides, on rank 0, which named operations run and in which order: pure, with messages in and messages out."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from hvdkit.engine.telemetry.telemetry import Telemetry
 class Coordinator:
     """Collects requests; ``take_outgoing`` returns (ranks, message) pairs to deliver, in order.
 
-    The cost of a repeated operation grows with its ranks: requests are counted, and missing ranks are looked for only
-    where a rank has joined, left or waits. ``telemetry`` records each request while a timeline is on.
+    Requests are counted: missing ranks are looked for only where a rank has joined, left or waits.
     """
 
     def __init__(

@@ -109,10 +109,7 @@ class DeadLock(NamedTuple):
 
 
 class DeadLocks:
-    """Finds ranks that wait for each other in different operations.
-
-    ``missing`` returns the ranks that a named operation waits for.
-    """
+    """Finds ranks that wait in different operations; ``missing`` returns those that a named operation waits for."""
 
     def __init__(self, missing: Callable[[Key], list[int]]) -> None:
         self._missing = missing

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
 from hvdkit.engine.ranks.topology import Topology
@@ -17,6 +17,7 @@ from hvdkit.transports.base import Transport
 
 if TYPE_CHECKING:
     from hvdkit.engine.session.rounds import Rounds
+    from hvdkit.kernels._native import Bell
 
 SHORTEST_PAUSE = 50e-6
 # No thread waits for the background thread, whose rounds take time from the computation: 1 % at 10 Gb/s.
@@ -41,21 +42,11 @@ def spin_seconds(seconds: float, transport: Transport, topology: Topology) -> fl
     return seconds if topology.has_core_each else 0.0
 
 
-class Wakeup(Protocol):
-    """A counter of rings, on which threads sleep: read ``count``, look for work, then ``sleep`` with that count.
-
-    A ring since then ends the sleep. ``spin_seconds``: how long to watch for a ring before giving up the processor.
-    """
-
-    def count(self) -> int: ...
-
-    def ring(self) -> None: ...
-
-    def sleep(self, seen: int, seconds: float, spin_seconds: float = 0.0) -> None: ...
-
-
 class ThreadWakeup:
-    """A wake-up for the threads of this process, where the native one was not compiled."""
+    """A counter of rings on which threads of this process sleep, where the native Bell was not compiled.
+
+    Read ``count``, look for work, then ``sleep`` with that count: a ring since then ends the sleep.
+    """
 
     def __init__(self) -> None:
         self._rings = 0
@@ -74,7 +65,7 @@ class ThreadWakeup:
             self._rung.wait_for(lambda: self._rings != seen, seconds)
 
 
-def new_wakeup() -> Wakeup:
+def new_wakeup() -> Bell | ThreadWakeup:
     """Return a wake-up for the threads of this process."""
     try:
         from hvdkit.kernels._native import Bell
@@ -84,10 +75,7 @@ def new_wakeup() -> Wakeup:
 
 
 class Driver:
-    """Runs the rounds of the engine, from one thread at a time.
-
-    A rank alone needs no background thread: ``looks_at_once``, and a thread that submits an operation drives.
-    """
+    """Runs the rounds of the engine, from one thread at a time. A rank alone has no background thread."""
 
     def __init__(self, transport: Transport, spin_seconds: float, settings: Settings, statistics: Statistics) -> None:
         self.inbox: deque[Callable[[], None]] = deque()  # done at the start of the next round; any thread may append

@@ -35,10 +35,8 @@ class NamedOperations:
     """The named operations of one engine.
 
     Arrays are numpy arrays, C-contiguous. Where allreduce, broadcast and allgather take DeviceArrays, the result's
-    arrays are tensors of the device or, if these ranks have no collectives of it, numpy arrays.
-
-    ``submissions``: the operations that this rank has submitted and that do not run yet; only the driver removes
-    entries. ``submitting`` is called for each operation.
+    arrays are tensors of the device or, if these ranks have no collectives of it, numpy arrays. ``submissions``:
+    operations of this rank that do not run yet; only the driver removes them.
     """
 
     def __init__(
@@ -49,11 +47,11 @@ class NamedOperations:
         negotiation: Negotiation,
         waiting: WaitingThreads,
         telemetry: Telemetry,
-        submitting: Callable[[], None] | None,
     ) -> None:
         self.groups = groups
         self._submissions, self._driver, self._negotiation = submissions, driver, negotiation
-        self._waiting, self._telemetry, self._submitting = waiting, telemetry, submitting
+        self._waiting, self._telemetry = waiting, telemetry
+        self.submitting: Callable[[], None] | None = None  # called for each operation
         self._mailbox, self._rank = negotiation.mailbox, negotiation.mailbox.topology.rank
         self._counts: dict[tuple[str, int], int] = {}  # of operations without a name, by kind and process set
         self._lock = threading.Lock()
@@ -76,10 +74,7 @@ class NamedOperations:
         return number
 
     def check_usable(self) -> None:
-        """Raise HorovodInternalError if this engine cannot communicate any more.
-
-        PeerLostError and PeerFailedError keep their class: the loss may have been noticed between two operations.
-        """
+        """Raise an error, of the class of the first, if this engine cannot communicate any more."""
         error = self._mailbox.error
         if error is None:
             return
@@ -108,8 +103,8 @@ class NamedOperations:
         """
         if self._mailbox.error is not None:
             self.check_usable()
-        if self._submitting is not None:
-            self._submitting()
+        if self.submitting is not None:
+            self.submitting()
         name, process_set_id = call.name, call.process_set_id
         members = self.groups.ranks.get(process_set_id)
         if members is None or self._rank not in members:
@@ -165,8 +160,8 @@ class NamedOperations:
             done = repetitions.reduce(arrays[0], source, request, call, negotiates)
             self._telemetry.statistics.waited(perf_counter() - began)
             if done:
-                if self._submitting is not None:
-                    self._submitting()
+                if self.submitting is not None:
+                    self.submitting()
                 handle = Handle("an allreduce", call.name, self._waiting)
                 handle.finish(arrays)
                 return handle
@@ -185,8 +180,7 @@ class NamedOperations:
     def alltoall(self, array: Array, splits: list[int] | str | None, call: Call) -> Handle:
         """Send ``splits[p]`` rows to rank p; the result is (rows received, rows that came from each rank).
 
-        Pass a text as ``splits`` to describe what is wrong with the user's splits: this rank cannot take part, and the
-        operation fails on all ranks at once.
+        A text as ``splits`` describes what is wrong with the user's: the operation fails on all ranks at once.
         """
         detail = splits if isinstance(splits, str) else [array.shape[0], splits]
         return self.submit("alltoall", [array], _described([array], call, any_rows=True), call, detail)
@@ -216,10 +210,7 @@ class NamedOperations:
 
 
 def _described(arrays: Sequence[Array | DeviceArray], call: Call, any_rows: bool = False) -> Signature:
-    """Return the fields that describe arrays: types, shapes, the device, and "direct" if the tensors stay there.
-
-    ``any_rows``: first dimensions may differ between ranks.
-    """
+    """Return the fields that describe arrays. ``any_rows``: first dimensions may differ between ranks."""
     fields: Signature = {"dtype": [], "shape": [], "device": call.device}
     for array in arrays:
         fields["dtype"].append(array.dtype if isinstance(array.dtype, str) else NAMES[array.dtype])

@@ -44,10 +44,7 @@ class Mailbox:
         self._rank = topology.rank
 
     def tell(self, ranks: Iterable[int], message: Message) -> None:
-        """Send to those of ``ranks`` that are others. A rank that has left gets no message but goodbyes and answers.
-
-        An unreachable rank raises no error here: the watch looks for lost ranks.
-        """
+        """Send to those of ``ranks`` that are others, and have not left unless it is a goodbye or an answer."""
         departed = () if isinstance(message, (Bye, Pong)) else self.departed
         if receivers := [rank for rank in ranks if rank != self._rank and rank not in departed]:
             self.relay.send(receivers, encode(message))
@@ -85,10 +82,7 @@ class Mailbox:
 
 
 class Negotiation:
-    """The way to the coordinator; on rank 0 to ``coordinator``, which gets its own rank's messages directly.
-
-    ``cache_capacity``: how many signatures the coordinator remembers for this rank.
-    """
+    """The way to ``coordinator``, None elsewhere than on rank 0; it remembers ``cache_capacity`` signatures of a rank."""
 
     def __init__(self, driver: Driver, mailbox: Mailbox, cache_capacity: int, coordinator: Coordinator | None) -> None:
         self._driver, self.mailbox, self.coordinator = driver, mailbox, coordinator

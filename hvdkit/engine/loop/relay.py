@@ -1,6 +1,6 @@
 """Routes of control messages: a node's ranks reach other nodes through one of them, the speaker, and through rank 0.
 
-So rank 0 has a connection to each node, not to each rank. If a speaker is gone, the next rank of its node takes over.
+If a speaker is gone, the next rank of its node takes over.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ class Routes:
 
 
 class Relay:
-    """The sender of this rank's messages along their routes, which also passes on messages of other ranks.
-
-    ``leftover``: messages that have come in already.
-    """
+    """The sender of this rank's messages, which passes on others'. ``leftover``: messages that have come in already."""
 
     def __init__(self, transport: Transport, nodes: Sequence[Sequence[int]], leftover: list[tuple[int, bytes]]) -> None:
         self._transport, self._rank, self._nodes, self._leftover = transport, transport.rank, nodes, leftover

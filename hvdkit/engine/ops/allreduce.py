@@ -60,10 +60,7 @@ def _why(batch: Batch) -> str:
 
 
 def _pieces_of(batch: Batch) -> list[tuple[int, int]]:
-    """Return the ranges (begin, end) of the only array of a batch that are each reduced in place.
-
-    Returns an empty list if there are several arrays, or the only one is not simply reduced.
-    """
+    """Return the ranges of the only array of a batch to reduce in place; none if it is not simply reduced."""
     arrays, signature = batch.submissions[0].arrays, batch.signature
     if len(batch.submissions) > 1 or len(arrays) != 1 or not arrays[0].size:
         return []

@@ -81,10 +81,7 @@ class DeviceArray:
 
 
 def reduces_directly(request: ReduceRequest, dtypes: Iterable[str]) -> bool:
-    """True if the collectives of a device can do an allreduce of tensors of these dtypes.
-
-    They can do neither Adasum, nor scaled integers, whose averages are exact and cut off, nor an encoded sum.
-    """
+    """True if a device's collectives can do this: no Adasum, no scaled integers (averages are cut off), no codec."""
     scaled = request.op == ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
     supported = _FLOATS if scaled else _FLOATS | _INTEGERS
     return request.op != ReduceOp.ADASUM and supported.issuperset(dtypes) and request.codec.name == "none"

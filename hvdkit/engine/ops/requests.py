@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hvdkit.compression import CASTS, Codec
-from hvdkit.engine.ops.hints import for_mismatch
+from hvdkit.engine.ops.hints import FIELDS, for_mismatch
 from hvdkit.kernels import ReduceOp
 
 # Part of the names that operations without a name get.
@@ -62,10 +62,7 @@ class ReduceRequest(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A rank's request. ``detail`` may differ between ranks: first dimensions, splits.
-
-    The detail of an alltoall is [rows, splits or None], or a text that says what is wrong with the user's splits.
-    """
+    """A rank's request. ``detail`` may differ between ranks: first dimensions, splits."""
 
     signature: Signature
     detail: Any = None
@@ -80,29 +77,12 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
             break
     else:
         return None
-    counts = {rank: len(requests[rank].signature.get("dtype") or ()) for rank in ranks}
-    if len(set(counts.values())) > 1:
-        return (
-            f"Mismatched numbers of tensors for {key}: {by_value(counts, 'count')}.\n{for_mismatch(key.kind, 'count')}"
-        )
-    for field, title in (
-        ("dtype", "data types"),
-        ("shape", "shapes"),
-        ("op", "reduce operations"),
-        ("root", "root ranks"),
-        ("prescale", "prescale factors"),
-        ("postscale", "postscale factors"),
-        ("device", "devices"),
-        ("direct", "ways (device to device: True)"),
-        ("codec", "compressions"),
-        ("earlier", "numbers of earlier steps"),
-        ("groups", "groups"),
-        ("ranks", "process sets"),
-        ("id", "process set ids"),
-    ):
+    for field, (noun, _) in FIELDS.items():
         values = {rank: requests[rank].signature.get(field) for rank in ranks}
+        if field == "count":
+            values = {rank: len(requests[rank].signature.get("dtype") or ()) for rank in ranks}
         if any(value != values[ranks[0]] for value in values.values()):
-            return f"Mismatched {title} for {key}: {by_value(values, field)}.\n{for_mismatch(key.kind, field)}"
+            return f"Mismatched {noun} for {key}: {by_value(values, field)}.\n{for_mismatch(key.kind, field)}"
     return None
 
 
@@ -112,9 +92,7 @@ def by_value(values: dict[int, Any], field: str) -> str:
     for rank, value in values.items():
         if field == "op" and value is not None:
             text = ReduceOp(value).name
-        elif isinstance(value, list) and len(value) == 1:
-            text = str(value[0])
         else:
-            text = str(value)
+            text = str(value[0] if isinstance(value, list) and len(value) == 1 else value)
         ranks_of.setdefault(text, []).append(rank)
     return "; ".join(f"rank {', '.join(map(str, ranks))} sent {text}" for text, ranks in ranks_of.items())

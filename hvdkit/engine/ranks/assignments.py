@@ -1,13 +1,9 @@
 """Numbers that all ranks share: tags of data messages, and the numbers that the coordinator assigns.
 
-There are as many tags as every MPI has. A tag is used again, but never by two operations that are open on one rank:
-messages of two ranks under one tag match in the order in which they were posted, so the messages of the earlier
-operation go first on both ends.
-
-- A named operation has the tags of its sequence number. It waits while an operation with these tags is open
-  (``Batches``); all ranks have asked for that operation, so it ends whatever they do next.
-- A lane has a number of its own while any rank may use the lane (``LaneNumbers``). Its tags number the ``SPAN``
-  operations of the lane that may be open at once, and more.
+A tag is used again, but never by two operations that are open on one rank: messages of two ranks under one tag match
+in the order in which they were posted. A named operation has the tags of its sequence number, and waits while an
+operation with these tags is open (``Batches``). A lane has a number of its own while any rank may use the lane
+(``LaneNumbers``); its tags number the ``SPAN`` operations of the lane that may be open at once, and more.
 """
 
 from __future__ import annotations
@@ -43,16 +39,15 @@ def lane_tag(number: int, sequence: int) -> int:
 class LaneNumbers:
     """The numbers in tags of the lanes that are open, on the coordinator.
 
-    Each rank reports how many operations it had begun when it closed a lane. When all report the same, everything has
-    ended on all ranks, and the number is free. Otherwise, or if the lane failed, the lane keeps its number: messages of
-    that lane may still be under way.
+    A number is free when all ranks have closed the lane after the same operation. Otherwise, or if the lane failed, the
+    lane keeps its number: messages may still be under way.
     """
 
     def __init__(self) -> None:
         self._free: deque[int] = deque()  # given back, the longest ago first
         self._given = 0  # how many were ever given
-        self._open: dict[int, tuple[int, frozenset[int]]] = {}  # by lane: the number, and the ranks
-        self._closed: dict[int, dict[int, int]] = {}  # by lane and rank: operations begun, none of them open
+        # By open lane: its number, its ranks, and how many operations each rank had begun when it closed the lane.
+        self._open: dict[int, tuple[int, frozenset[int], dict[int, int]]] = {}
 
     def take(self, lane: int, ranks: Collection[int]) -> int | None:
         """Return a number for a new lane of these ranks, or None where all are taken."""
@@ -62,16 +57,16 @@ class LaneNumbers:
         if not self._free:
             return None
         number = self._free.popleft()
-        self._open[lane], self._closed[lane] = (number, frozenset(ranks)), {}
+        self._open[lane] = number, frozenset(ranks), {}
         return number
 
     def closed(self, rank: int, lane: int, sequence: int) -> None:
         """Note that a rank has closed a lane. A rank that took part with zeros meanwhile reports it again."""
         if lane in self._open:
-            (number, ranks), closed = self._open[lane], self._closed[lane]
+            number, ranks, closed = self._open[lane]
             closed[rank] = sequence
             if ranks == closed.keys() and len(set(closed.values())) == 1:
-                del self._open[lane], self._closed[lane]
+                del self._open[lane]
                 self._free.append(number)
 
 
@@ -105,7 +100,7 @@ class Assignments:
     def next_region(self, operation: object, signature: dict[str, Any]) -> int | None:
         """Return a new region id when an operation comes for the second time with the same signature, else None.
 
-        There are none while a rank has joined: that rank does not count how often an operation came.
+        There are none while a rank has joined, which does not count operations.
         """
         if self.joined:
             return None

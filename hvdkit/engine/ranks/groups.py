@@ -35,10 +35,7 @@ def group_bytes(ranks: int) -> int:
 
 
 def _layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
-    """Return how a process set lies on nodes, with the memory that its ranks on this node share.
-
-    Returns None if no two ranks share memory, or if all segments are taken by earlier sets.
-    """
+    """Return a process set's layout on nodes; None if no two ranks share memory, or earlier sets took all segments."""
     transport, rank = group.transport, group.members[group.rank]
     nodes = [here for node in transport.nodes if (here := [member for member in node if member in group.members])]
     if all(len(node) == 1 for node in nodes) or not has_segment(staging_segment(process_set_id)):
@@ -54,10 +51,7 @@ def _layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout
 
 
 def _repetitions_of(group: Group) -> Repetitions | None:
-    """Return the recurring operations of a process set, or None unless all its ranks share memory, each with a core.
-
-    With more ranks than cores, a rank that waits would keep another from coming.
-    """
+    """Return the recurring operations of a process set, or None unless all its ranks share memory, each with a core."""
     staging = None if group.layout is None else group.layout.staging
     if staging is None or len(staging.members) < group.size or staging.spin_seconds == 0:
         return None

@@ -1,10 +1,9 @@
 """Small allreduces that recur on one node: its ranks reduce them below Python, without the coordinator.
 
-When such an operation comes for the second time, the coordinator's order to run it carries the number of a region of
-node memory. Each later call has a turn, the same on all ranks, which count the calls under a name from there on, and
-calls without a name from the beginning. A call is withdrawn on all ranks (see csrc/repeated.h) if not all ranks come
-within moments, or if it is submitted in another way. It then goes through the coordinator, which handles late and lost
-ranks, joins and mistakes.
+When such an operation comes for the second time, the order to run it carries the number of a region of node memory.
+Each later call has a turn, the same on all ranks, which count the calls under a name from there on, and calls without a
+name from the beginning. A call is withdrawn on all ranks (see csrc/repeated.h) and goes through the coordinator if not
+all come within moments, or if it is submitted in another way.
 """
 
 from __future__ import annotations
@@ -60,11 +59,15 @@ class _Region:
 class _Repetition:
     """A recurring operation. ``begin``: its turn before the first; ``done``: how often it ran since."""
 
-    region: int
-    begin: int
+    number: int
     op: ReduceOp
     scale: Scale
     done: int = 0
+    region: int = field(init=False)
+    begin: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin, self.region = self.number // REGIONS * _ROUND, self.number % REGIONS
 
 
 class Repetitions:
@@ -92,7 +95,7 @@ class Repetitions:
         self._regions.setdefault(region, _Region())
         for old in [old for old, repetition in self._repetitions.items() if repetition.region == region]:
             self._repetitions.pop(old, None)
-        self._repetitions[content] = _Repetition(region, number // REGIONS * _ROUND, op, scale)
+        self._repetitions[content] = _Repetition(number, op, scale)
 
     def ran(self, content: Content) -> None:
         """Count an operation that ran through the coordinator."""

@@ -29,10 +29,7 @@ class Topology:
 
 
 def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
-    """Return the topology from each rank's report: its host, and its local and cross ranks if the launcher gave them.
-
-    The launcher's numbers win over host names: containers may share a name, and namespaces do.
-    """
+    """Return the topology from each rank's report. The launcher's numbers win over host names, which may be shared."""
     size = len(reports)
     nodes = _nodes(reports)
     node = next(members for members in nodes if rank in members)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Choice
@@ -52,9 +52,8 @@ class Engine:
         static_process_sets: Sequence[list[int]],
         leftover: list[tuple[int, bytes]],
         heartbeat: Heartbeat | None = None,
-        submitting: Callable[[], None] | None = None,
     ) -> None:
-        """``leftover``: control messages that came in during init; ``submitting``: see NamedOperations."""
+        """``leftover``: control messages that came in during init."""
         self.transport, self.topology, self.settings = transport, topology, settings
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
@@ -73,9 +72,7 @@ class Engine:
             coordinator = Coordinator(transport.size, sizes.bucket, telemetry, static_process_sets)
         self.negotiation = negotiation = Negotiation(driver, self.mailbox, settings.cache_capacity, coordinator)
         self.waiting = WaitingThreads(driver, negotiation)
-        self.named = NamedOperations(
-            self.groups, self.submissions, driver, negotiation, self.waiting, telemetry, submitting
-        )
+        self.named = NamedOperations(self.groups, self.submissions, driver, negotiation, self.waiting, telemetry)
         self.lanes = Lanes(driver, negotiation, telemetry, self.operations, network, sizes, self.waiting)
         self.joining = Joining(negotiation, self.lanes, self.named, self.operations)
         self.watch = Watch(self, heartbeat)
@@ -111,10 +108,8 @@ class Engine:
     ) -> Lane | None:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
-        Returns None while a rank has joined, which has nothing to agree on: gradients go by name until all ranks have.
-
-        ``codecs``: the codecs that slots number. ``device``: where ("cuda:0") slots shall live if the transport has
-        collectives for it.
+        Returns None while a rank has joined: gradients go by name until all ranks have. ``codecs``: the codecs that slots
+        number. ``device``: where ("cuda:0") slots shall live if the transport has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, if the ranks differ.
         """
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))

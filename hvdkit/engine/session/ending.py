@@ -21,10 +21,7 @@ LONGEST_FACT = 400  # characters of a reason that other ranks get
 
 
 def exit_status(code: Any) -> int:
-    """Return the exit status for an argument of sys.exit(), never 0 for a failure.
-
-    The system keeps eight bits, and so would take ``sys.exit(256)`` for success.
-    """
+    """Return the exit status for an argument of sys.exit(): eight bits, and never 0 for a failure such as 256."""
     number = int(code) if isinstance(code, int) else int(code is not None)
     return (number & 0xFF) or int(number != 0)
 

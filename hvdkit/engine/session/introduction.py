@@ -78,13 +78,10 @@ def _check_same(reports: Sequence[dict[str, Any]], field: str, fact: str, hint: 
 
 
 class InitExchanges:
-    """Exchanges of bytes between all ranks before there is an engine, over rank 0, by control messages.
-
-    ``leftover`` keeps messages of engines that have started already.
-    """
+    """Exchanges of bytes between all ranks before there is an engine, over rank 0, by control messages."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self.leftover: list[tuple[int, bytes]] = []
+        self.leftover: list[tuple[int, bytes]] = []  # messages of engines that have started already
         self._timeout_seconds = timeout_seconds
         self._turn = 0
 
@@ -111,7 +108,9 @@ class InitExchanges:
             self._answer(transport, _FAILURE, json.dumps([error.rank, str(error)]).encode())
             raise
         blobs = [blob, *(came[rank][1] for rank in others)]
-        self._answer(transport, _BLOB, _packed(blobs))
+        # Compressed, since the bytes of all ranks are mostly the same.
+        text = json.dumps([each.decode("latin-1") for each in blobs])
+        self._answer(transport, _BLOB, zlib.compress(text.encode(), 1))
         return blobs
 
     def _answer(self, transport: Transport, kind: int, body: bytes) -> None:
@@ -138,11 +137,6 @@ class InitExchanges:
         return came
 
 
-def _packed(blobs: Sequence[bytes]) -> bytes:
-    """Compress the bytes of all ranks, which are mostly the same."""
-    return zlib.compress(json.dumps([blob.decode("latin-1") for blob in blobs]).encode(), 1)
-
-
 def _unpacked(body: bytes) -> list[bytes]:
     """Return the bytes of all ranks. Raises ValueError for bytes that rank 0 does not send."""
     unpacking = zlib.decompressobj()
@@ -150,17 +144,6 @@ def _unpacked(body: bytes) -> list[bytes]:
     if not unpacking.eof:
         raise ValueError(f"more than {MOST_BYTES} bytes of introductions")
     return [text.encode("latin-1") for text in json.loads(raw)]
-
-
-def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, pause: float = 0.0002) -> Any:
-    """Drive an algorithm to its end without an engine. Raises PeerLostError if ranks do not come.
-
-    ``pause``: seconds between two polls of a transport that must be polled.
-    """
-    result: list[Any] = []
-    operation = Operation("hvd.init()", steps, transport, on_done=result.append)
-    _wait(transport, lambda: bool(operation.advance()), operation.awaited_peers, timeout_seconds, pause)
-    return result[0]
 
 
 def _wait(
@@ -195,17 +178,16 @@ def _wait(
 def measure_network(
     transport: Transport, nodes: Sequence[Sequence[int]], timeout_seconds: float, exchange: Exchange
 ) -> Network:
-    """Return latency and bandwidth between rank 0 and a rank of another node, or of its own if there is no other.
-
-    Collective. All ranks get the same numbers, so that they decide alike.
-    """
+    """Return latency and bandwidth between rank 0 and a rank, if possible of another node; the same on all ranks."""
     first_node = next(node for node in nodes if 0 in node)
     partner = next((rank for rank in range(1, transport.size) if rank not in first_node), 1)
     blob = b""
     if transport.rank in (0, partner):
+        times: list[tuple[float, float]] = []
         steps = ping_pong(transport, partner if transport.rank == 0 else 0)
-        latency, per_byte = run_alone(transport, steps, timeout_seconds, pause=0.0)
-        blob = json.dumps([latency, per_byte]).encode()
+        operation = Operation("hvd.init()", steps, transport, times.append)
+        _wait(transport, lambda: bool(operation.advance()), operation.awaited_peers, timeout_seconds, pause=0.0)
+        blob = json.dumps(times[0]).encode()
     return Network(*json.loads(exchange(blob)[0]))
 
 

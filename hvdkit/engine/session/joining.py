@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 class Joining:
     """The ranks that have joined, and this rank's own join.
 
-    For named operations the coordinator's messages suffice. A lane is not negotiated, so a rank that starts an
-    operation of a lane tells the ranks that have joined, which start it too.
+    A lane is not negotiated, so a rank that starts an operation of a lane tells ranks that have joined to start it too.
     """
 
     def __init__(

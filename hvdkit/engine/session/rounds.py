@@ -179,10 +179,7 @@ class Rounds:
         mailbox.look_for_detours(lost, now)
 
     def _may_have_left(self, rank: int) -> bool:
-        """True if the goodbye of a rank whose connection broke may still be on its way, over other ranks.
-
-        The goodbye of a rank next to this one comes before the end of its connection.
-        """
+        """True if the goodbye of a rank whose connection broke may still be on its way, over other ranks."""
         if rank in self._mailbox.departed or rank in self._mailbox.relay.neighbours():
             return False
         return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS

@@ -33,10 +33,7 @@ _inherited: Session | None = None  # of the parent of this fork; to free it woul
 
 
 def engine() -> Engine:
-    """Return the engine, to communicate. Raises NotInitializedError (a ValueError) before init and after shutdown.
-
-    Raises ForkedChildError, a HorovodInternalError, in a process that was forked from the one that called init.
-    """
+    """Return the engine. Raises NotInitializedError (a ValueError); in forks of the rank's process ForkedChildError."""
     if _session is None:
         raise NotInitializedError
     if _session.process != os.getpid():
@@ -46,7 +43,7 @@ def engine() -> Engine:
 
 def current() -> Engine | None:
     """Return the engine if this process can communicate: None before init, after shutdown, and in a forked child."""
-    return None if _session is None or _session.process != os.getpid() else _session.engine
+    return None if _session is None or is_forked() else _session.engine
 
 
 def is_initialized() -> bool:
@@ -65,18 +62,20 @@ def check_not_forked() -> None:
         engine()
 
 
-def topology() -> Topology:
-    """Return this rank's place in the job, also in forked children. Raises NotInitializedError."""
+def _present() -> Session:
     if _session is None:
         raise NotInitializedError
-    return _session.engine.topology
+    return _session
+
+
+def topology() -> Topology:
+    """Return this rank's place in the job, also in forked children. Raises NotInitializedError."""
+    return _present().engine.topology
 
 
 def process_sets() -> Mapping[int, list[int]]:
     """Return the ranks of each process set by its number, also in forked children. Raises NotInitializedError."""
-    if _session is None:
-        raise NotInitializedError
-    return _session.engine.groups.ranks
+    return _present().engine.groups.ranks
 
 
 def carrier() -> str | None:
@@ -127,13 +126,13 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}")  # MPI would crash
     try:
         world, transport = _connect(comm, world, members, settings, cuda, for_torch)
-        # A script that submits an operation has caught its SystemExit and goes on.
-        _session = Session(transport, world, settings, static, dynamic, ENDING.forget)
+        _session = Session(transport, world, settings, static, dynamic)
     except (OSError, MemoryError, RuntimeError) as error:
         words = limits.exhausted(error)
         if words is None:
             raise
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}") from error
+    _session.engine.named.submitting = ENDING.forget  # a script that submits has caught its SystemExit and goes on
     watch_forks()
     for number, process_set in enumerate(sets, start=1):
         process_set.process_set_id = number
@@ -142,9 +141,8 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
 
 
 def shutdown() -> None:
-    """Say goodbye to the other ranks and free everything; ``init`` may be called again afterwards.
+    """Say goodbye to the other ranks and free everything that a fork does not share; ``init`` may be called again.
 
-    In a forked child only the answers about ranks end: everything shared with the parent stays.
     Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is freed.
     """
     global _session, _inherited
@@ -185,16 +183,13 @@ def _world_of(comm: Any) -> tuple[World, list[int] | None]:
         return World("mpi4py", comm.Get_rank(), comm.Get_size(), mpi=True), None
     world = environments.detect()
     members = sorted(comm) if ENDING.renumbered else None
-    if members is not None:
-        if members[0] < 0 or members[-1] >= world.size or len(set(members)) != len(members):
-            raise ValueError(
-                f"init(): argument comm: expected distinct ranks from 0 to {world.size - 1}, got {list(comm)}"
-            )
-        if world.rank not in members:
-            raise ValueError(
-                f"init(): argument comm: rank {world.rank} is not among {members}.\n"
-                "HINT: call hvd.init(comm=ranks) only on the ranks that it names."
-            )
+    if members is not None and (members[0] < 0 or members[-1] >= world.size or len(set(members)) != len(members)):
+        raise ValueError(f"init(): argument comm: expected distinct ranks from 0 to {world.size - 1}, got {list(comm)}")
+    if members is not None and world.rank not in members:
+        raise ValueError(
+            f"init(): argument comm: rank {world.rank} is not among {members}.\n"
+            "HINT: call hvd.init(comm=ranks) only on the ranks that it names."
+        )
     if world.size > 1:
         ENDING.watch(shutdown, _first_gone)  # before anything can fail that others wait for
         if world.mpi:

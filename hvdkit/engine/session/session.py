@@ -1,14 +1,10 @@
-"""A rank's part in a job, from meeting the other ranks to leaving them.
-
-A process may have several sessions, of different jobs or of different ranks of a job. ``runtime`` has the session of
-``hvd.init()``.
-"""
+"""A rank's part in a job, from meeting the other ranks to leaving them. A process may have several sessions."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -45,8 +41,7 @@ PING_SECONDS = 0.5
 class GoodbyeWait:
     """The last wait of a rank: for the others' goodbyes, or until it is clear that they live, or are lost.
 
-    A late rank may have much to do before it leaves: it answers, and is not waited for. A rank that does not answer in
-    time is among the ``losses``: it was stopped or cut off, or hangs, and its job would never end.
+    A late rank answers, and is not waited for. A rank that does not answer in time is among the ``losses``.
     """
 
     def __init__(self, engine: Engine, reason: str, code: int, failed: bool) -> None:
@@ -106,12 +101,10 @@ class Session:
         settings: Settings,
         process_sets: Sequence[list[int]] = (),
         dynamic: bool = False,
-        submitting: Callable[[], None] | None = None,
     ) -> None:
         """Meet the other ranks of ``transport``, which this object owns from now on. Collective, and blocks.
 
         ``process_sets``: the ranks of each initial set; ``dynamic``: sets may be added.
-        ``submitting`` is called whenever an operation is submitted.
         Raises HorovodInternalError on every rank if versions or process sets differ, PeerLostError.
         """
         self._heartbeat: Heartbeat | None = None
@@ -135,9 +128,8 @@ class Session:
             neighbours = Routes(transport.rank, topology.nodes).neighbours()
             unspoken = set(range(transport.size)) - {transport.rank} - neighbours
             transport.settle([], sorted(unspoken), lambda: exchange(b"here"))
-            self.engine = Engine(
-                transport, topology, settings, network, process_sets, exchanges.leftover, self._heartbeat, submitting
-            )
+            leftover = exchanges.leftover
+            self.engine = Engine(transport, topology, settings, network, process_sets, leftover, self._heartbeat)
         except BaseException:
             if self._heartbeat is not None:
                 self._heartbeat.stop()
@@ -149,9 +141,7 @@ class Session:
     def close(self, reason: str = LEAVING, code: int = 0, failed: bool = False) -> PeerLostError | None:
         """Say goodbye with ``reason`` and this process's exit code, wait for the others' goodbyes, and free everything.
 
-        ``failed``: wait only until the others have this goodbye.
-
-        Returns the error of a rank that neither says goodbye nor gives a sign of life.
+        Returns the error of a rank that neither says goodbye nor gives a sign of life. ``failed``: wait for no goodbye.
         """
         engine = self.engine
         graceful, lost = False, None

@@ -32,7 +32,7 @@ NOT_BUILT = (
 def share_memory(transport: Transport, topology: Topology, settings: Settings, exchange: Exchange) -> Transport:
     """Return the transport of this job: ``transport`` itself, or with the node's memory before it. Collective.
 
-    ``exchange`` returns the bytes of all ranks. A problem on one rank of a node holds for all its ranks.
+    A problem on one rank of a node holds for all its ranks.
     """
     if all(len(node) == 1 for node in topology.nodes):
         return transport

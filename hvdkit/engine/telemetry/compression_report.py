@@ -61,12 +61,7 @@ class CompressionStatistics:
 def compression_statistics(
     reports: Iterable[tuple[str, Iterable[Report]]], by_name: Mapping[str, Tally]
 ) -> CompressionStatistics:
-    """Return the statistics of all optimizers' parameters and of operations by name, which have no residuals.
-
-    Args:
-        reports: the name and the reports of each lane.
-        by_name: tallies of operations by name, by codec.
-    """
+    """Return the statistics from the reports of each lane, by name, and the tallies of operations by name, by codec."""
     by_parameter: dict[str, CodecStatistics] = {}
     totals: dict[str, tuple[Tally, float]] = {}
     for lane, tensors in reports:

@@ -32,8 +32,7 @@ _CLOSING = b"\n]\n"
 class Timeline:
     """The events of a recording: a caller writes them out, at most every half second or after a number of events.
 
-    Any thread may call any method. A file that cannot be written costs one warning and ends the recording: no method
-    raises for it. Events recorded since the last flush are lost when the process is killed.
+    Any thread may call any method. A file that cannot be written costs one warning and ends the recording.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, mark_cycles: bool = False) -> None:

@@ -40,10 +40,7 @@ SMALLEST_NORM = 1e-30
 
 
 def is_due(step: int, every: int, sparse: bool = False) -> bool:
-    """True if the parameters are compared as the update of ``step`` (from 1) left them; ``every`` is HVDKIT_VERIFY.
-
-    ``sparse``: if those whose gradients are sparse are compared too.
-    """
+    """True if parameters are compared after ``step`` (from 1) where HVDKIT_VERIFY is ``every``; ``sparse`` ones seldom."""
     every *= SPARSE_AS_OFTEN if sparse else 1
     return every > 0 and step > 0 and (step in FIRST_STEPS or step % every == 0)
 
@@ -96,7 +93,7 @@ Conversation: TypeAlias = Generator[tuple[Array, list[int]], list[Array], Compar
 def converse(index: int, members: Sequence[int], statement: Statement) -> Conversation:
     """Exchange rows, then, where these differ, the first rank's sketches if all ranks have them, then details.
 
-    ``index``: this rank's in ``members``, the ranks of a group. Ranks that have joined send zeros.
+    ``index``: this rank's in ``members``. Ranks that have joined send zeros.
     """
     own, sketches = statement.hashes, statement.sketches
     checksum = kernels.checksum(own.view(np.uint8))
@@ -136,10 +133,7 @@ def _distances(sketches: Array, flat: Array) -> Array:
 
 
 def compare_by_name(named: NamedOperations, name: str, process_set_id: int, statement: Statement) -> Comparison:
-    """Compare statements, where all ranks are at the same line. Blocks.
-
-    Each rank fills words of its own in a sum, since a rank that has joined can take part in nothing else.
-    """
+    """Compare statements, where all ranks are at the same line. Blocks. A rank that has joined adds zeros to sums."""
     group = named.groups.group(process_set_id)
     conversation = converse(group.rank, group.members, statement)
     answer: Any = None
