@@ -21,14 +21,11 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        size: int,
-        fusion_threshold: int,
-        telemetry: Telemetry | None = None,
-        static_process_sets: Iterable[Sequence[int]] = (),
+        self, size: int, threshold: int, telemetry: Telemetry | None = None, process_sets: Iterable[Sequence[int]] = ()
     ) -> None:
-        self._threshold = fusion_threshold
-        self._assignments = Assignments(size, static_process_sets)
+        """``threshold``: bytes of a batch; ``process_sets``: those passed to ``hvd.init()``."""
+        self._threshold, self._telemetry = threshold, telemetry or Telemetry(0)
+        self._assignments = Assignments(size, process_sets)
         self.members, self._joined = self._assignments.members, self._assignments.joined
         self._pending: dict[Key, PendingOperation] = {}
         self._rejections: dict[Key, list[Rejection]] = {}  # the oldest first: each rank gets them in that order
@@ -38,7 +35,6 @@ class Coordinator:
         self._departed: dict[int, str] = {}
         self._dead_locks = DeadLocks(lambda key: self._missing(key, entry) if (entry := self._pending.get(key)) else [])
         self._sequence = 0
-        self._telemetry = telemetry or Telemetry(0)
 
     def receive(self, rank: int, message: messages.Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
@@ -116,11 +112,9 @@ class Coordinator:
             return
         if self._telemetry.timeline is not None and 0 in members:  # rank 0 alone records
             self._telemetry.record_request(key, rank)
-        if self._departed:
-            gone = [member for member in self._missing(key, entry) if member in self._departed]
-            if gone:
-                self._fail_departed(key, gone[0])
-                return
+        if self._departed and (gone := [each for each in self._missing(key, entry) if each in self._departed]):
+            self._fail_departed(key, gone[0])
+            return
         if is_new and len(self._pending) > 1:
             for rival in [Key(process_set, other, key.name) for other in tensor_kinds() if other != kind]:
                 if rival in self._pending:

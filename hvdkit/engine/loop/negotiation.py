@@ -82,7 +82,7 @@ class Mailbox:
 
 
 class Negotiation:
-    """The way to ``coordinator``, None elsewhere than on rank 0; it remembers ``cache_capacity`` signatures of a rank."""
+    """The way to ``coordinator``, None but on rank 0; it remembers ``cache_capacity`` signatures of a rank."""
 
     def __init__(self, driver: Driver, mailbox: Mailbox, cache_capacity: int, coordinator: Coordinator | None) -> None:
         self._driver, self.mailbox, self.coordinator = driver, mailbox, coordinator

@@ -151,14 +151,10 @@ class Kind:
     """A kind of operation."""
 
     name: str
-    # The operation carries tensors. A name is in flight once among all kinds that do.
-    carries_tensors: bool = True
-    # The signature is likely to come again, so ranks send it once and its number afterwards.
-    comes_again: bool = True
-    # Ready operations of the same type, operation and factors may be fused.
-    fuses: bool = False
-    # The process set that its signature names ("id") is removed.
-    ends_process_set: bool = False
+    carries_tensors: bool = True  # a name is in flight once among all kinds that do
+    comes_again: bool = True  # ranks send the signature once, and its number afterwards
+    fuses: bool = False  # ready operations of the same type, operation and factors may share a batch
+    ends_process_set: bool = False  # the one that its signature names ("id")
     # Returns an error in the request of one rank alone, in a process set of ``size`` ranks; None if there is none.
     wrong: Callable[[Key, int, Request, int], str | None] | None = None
     # Returns an error where the requests of all ranks differ and must not.
@@ -172,7 +168,5 @@ class Kind:
     run: Callable[[Batch], Parts] = lambda batch: [_agreed(batch)]
     # Runs the batch by the collectives of the tensors' device. It launches everything before it first yields.
     run_on_device: Callable[[DeviceCollectives, Batch], Steps[list[Any]]] | None = None
-    # Returns the algorithm and the reason for it, for the timeline.
-    why: Callable[[Batch], str] | None = None
-    # Takes note of the result on each rank.
-    ended: Callable[[Groups, Signature, Any], None] | None = None
+    why: Callable[[Batch], str] | None = None  # returns the algorithm and the reason for it, for the timeline
+    ended: Callable[[Groups, Signature, Any], None] | None = None  # takes note of the result on each rank

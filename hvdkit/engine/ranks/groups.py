@@ -71,9 +71,7 @@ class Groups:
     ) -> None:
         self.ranks: dict[int, list[int]] = {0: list(range(transport.size))}
         self.ranks.update(enumerate(static_process_sets, start=1))
-        self.transport = transport
-        self._choice = choice
-        self._pass_spin_seconds = pass_spin_seconds
+        self.transport, self._choice, self._pass_spin_seconds = transport, choice, pass_spin_seconds
         self._groups: dict[int, Group] = {}
         self.repetitions: dict[int, Repetitions] = {}  # of the process sets that have any
         self._making = threading.Lock()  # the driver and threads that register gradients make groups
@@ -90,8 +88,7 @@ class Groups:
                 group = Group(self.transport, self.ranks[process_set_id], self._choice)
                 group.layout = _layout_of(group, process_set_id, self._pass_spin_seconds)
                 self._groups[process_set_id] = group
-                repetitions = _repetitions_of(group)
-                if repetitions is not None:
+                if (repetitions := _repetitions_of(group)) is not None:
                     self.repetitions[process_set_id] = repetitions
             return self._groups[process_set_id]
 
@@ -114,14 +111,8 @@ class Groups:
         if group is not None and group.layout is not None and group.layout.staging is not None:
             group.layout.staging.leave()
         for key in [key for key in self._device_collectives if key[0] == process_set_id]:
-            collectives = self._device_collectives.pop(key)
-            if collectives is not None:
+            if (collectives := self._device_collectives.pop(key)) is not None:
                 collectives.close()
-
-    def forget_repetitions(self) -> None:
-        """Negotiate every operation from now on."""
-        for repetitions in list(self.repetitions.values()):  # a thread that registers gradients may add to it
-            repetitions.forget_all()
 
     def end_join(self) -> None:
         """Note that all ranks have joined. If a plan was put off meanwhile, all ranks agree on their plans anew."""

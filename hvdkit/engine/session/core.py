@@ -62,9 +62,8 @@ class Engine:
         self.driver = driver = Driver(transport, spin, settings, telemetry.statistics)
         choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)
         self.groups = Groups(transport, static_process_sets, choice, min(spin, PASS_SPIN_SECONDS))
-        sizes = choose_sizes(
-            network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
-        )
+        limits = settings.fusion_threshold, settings.max_bytes_in_flight
+        sizes = choose_sizes(network, *limits, transport.worthwhile_bytes)
         liveness = Liveness(settings.timeout_seconds, settings.longest_unresponsive_seconds)
         self.mailbox = Mailbox(transport, topology, liveness, driver, leftover)
         coordinator = None
@@ -74,7 +73,7 @@ class Engine:
         self.waiting = WaitingThreads(driver, negotiation)
         self.named = NamedOperations(self.groups, self.submissions, driver, negotiation, self.waiting, telemetry)
         self.lanes = Lanes(driver, negotiation, telemetry, self.operations, network, sizes, self.waiting)
-        self.joining = Joining(negotiation, self.lanes, self.named, self.operations)
+        self.joining = Joining(self)
         self.watch = Watch(self, heartbeat)
         batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, telemetry)
         self.rounds = Rounds(self, batches)
@@ -83,10 +82,7 @@ class Engine:
         driver.start(self.rounds)
 
     def join(self, device: str | None = None) -> Handle:
-        """Contribute zeros to the others' reductions until all ranks have joined. The result is the last rank to join.
-
-        ``device``: the device for zeros if this rank has used none so far.
-        """
+        """Contribute zeros, on ``device`` if none was used yet, until all have joined; the result is the last rank."""
         self.named.check_usable()
         self.groups.device = self.groups.device or device
         handle = Handle("join()", None, self.waiting)
@@ -108,7 +104,7 @@ class Engine:
     ) -> Lane | None:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
-        Returns None while a rank has joined: gradients go by name until all ranks have. ``codecs``: the codecs that slots
+        Returns None while a rank has joined: gradients go by name until all have. ``codecs``: the codecs that slots
         number. ``device``: where ("cuda:0") slots shall live if the transport has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, if the ranks differ.
         """

@@ -36,8 +36,7 @@ class Ending:
     """The end of this process, as far as Python shows it beforehand: an exception, ``sys.exit``, a lost peer."""
 
     def __init__(self) -> None:
-        self.code = 0
-        self.reason = ""
+        self.code, self.reason = 0, ""
         self.another_left = False  # another rank left first, and is the cause if this rank fails
         self.first_code = 0  # the exit code of the rank that failed first, with which any rank ends the job
         self.peer_lost = False  # MPI cannot finalize any more: it would wait for the lost rank
@@ -120,7 +119,6 @@ class Ending:
         except Exception as error:  # raised, it would be printed, and the process still succeed
             self.code = self.code or 1
             print(in_words(error), file=sys.stderr)
-        # A lost rank prints nothing more.
         if self.code and (self.another_left or (self._blames_another and not self.peer_lost)):
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:

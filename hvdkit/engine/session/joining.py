@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Join, LaneStarted
-from hvdkit.engine.loop.named import NamedOperations
-from hvdkit.engine.loop.negotiation import Negotiation
-from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.batch import Handle
-from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
 if TYPE_CHECKING:
+    from hvdkit.engine.session.core import Engine
     from hvdkit.engine.steps.lane import Lane
 
 
@@ -22,12 +19,10 @@ class Joining:
     A lane is not negotiated, so a rank that starts an operation of a lane tells ranks that have joined to start it too.
     """
 
-    def __init__(
-        self, negotiation: Negotiation, lanes: Lanes, named: NamedOperations, operations: list[Operation]
-    ) -> None:
-        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
-        self._open_lanes, self._named, self._groups, self._operations = lanes, named, named.groups, operations
-        self._rank = self._mailbox.topology.rank
+    def __init__(self, engine: Engine) -> None:
+        self._negotiation, self._mailbox, self._rank = engine.negotiation, engine.mailbox, engine.topology.rank
+        self._open_lanes, self._operations = engine.lanes, engine.operations
+        self._named, self._groups = engine.named, engine.groups
         self.ranks: set[int] = set()  # that have joined
         self.followed: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
         self._handle: Handle | None = None
@@ -50,8 +45,8 @@ class Joining:
 
     def tell_started(self, lane: Lane) -> None:
         """Tell the ranks that have joined how many operations of a lane were started here."""
-        for rank in self.ranks.intersection(lane.group.members) - {self._rank}:
-            self._mailbox.tell([rank], LaneStarted(lane.lane_id, lane.sequence))
+        receivers = self.ranks.intersection(lane.group.members)
+        self._mailbox.tell(receivers, LaneStarted(lane.lane_id, lane.sequence))
 
     def start_zeros(self) -> bool:
         """Start the operations with zeros that may start. True if there were any."""
@@ -84,7 +79,8 @@ class Joining:
     def joined(self, rank: int) -> None:
         """Note that a rank takes part with zeros, and tell it how far the lanes are that wait for it."""
         self.ranks.add(rank)
-        self._groups.forget_repetitions()
+        for repetitions in list(self._groups.repetitions.values()):  # a thread that registers gradients may add to it
+            repetitions.forget_all()
         if rank != self._rank:
             for lane in list(self._open_lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import config, environments
@@ -85,7 +86,7 @@ def carrier() -> str | None:
 
 def dynamic_process_sets() -> bool:
     """True if process sets may be added and removed after init."""
-    return _session is not None and _session.dynamic
+    return _session is not None and _session.engine.settings.dynamic_process_sets
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
@@ -109,6 +110,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     settings = config.from_environment()
     logger.setLevel(settings.log_level.upper())
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    settings = replace(settings, dynamic_process_sets=dynamic or settings.dynamic_process_sets)
     sets = [] if process_sets is None or dynamic else list(process_sets)
     world, members = _world_of(comm)
     # Errors in the arguments are raised before ranks meet: a rank that raised one later would leave the others waiting.
@@ -126,7 +128,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}")  # MPI would crash
     try:
         world, transport = _connect(comm, world, members, settings, cuda, for_torch)
-        _session = Session(transport, world, settings, static, dynamic)
+        _session = Session(transport, world, settings, static)
     except (OSError, MemoryError, RuntimeError) as error:
         words = limits.exhausted(error)
         if words is None:

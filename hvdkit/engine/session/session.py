@@ -95,16 +95,11 @@ class Session:
     """A rank's engine, and the ``process`` that may use it; forks of the process may not."""
 
     def __init__(
-        self,
-        transport: Transport,
-        world: World,
-        settings: Settings,
-        process_sets: Sequence[list[int]] = (),
-        dynamic: bool = False,
+        self, transport: Transport, world: World, settings: Settings, process_sets: Sequence[list[int]] = ()
     ) -> None:
         """Meet the other ranks of ``transport``, which this object owns from now on. Collective, and blocks.
 
-        ``process_sets``: the ranks of each initial set; ``dynamic``: sets may be added.
+        ``process_sets``: the ranks of each initial set.
         Raises HorovodInternalError on every rank if versions or process sets differ, PeerLostError.
         """
         self._heartbeat: Heartbeat | None = None
@@ -136,12 +131,11 @@ class Session:
             transport.close(graceful=False)
             raise
         self.process = os.getpid()
-        self.dynamic = dynamic or settings.dynamic_process_sets
 
     def close(self, reason: str = LEAVING, code: int = 0, failed: bool = False) -> PeerLostError | None:
         """Say goodbye with ``reason`` and this process's exit code, wait for the others' goodbyes, and free everything.
 
-        Returns the error of a rank that neither says goodbye nor gives a sign of life. ``failed``: wait for no goodbye.
+        Returns the error of a rank that neither says goodbye nor gives a sign of life. ``failed``: only send it.
         """
         engine = self.engine
         graceful, lost = False, None
@@ -152,9 +146,8 @@ class Session:
             engine.driver.stop()
             with engine.driver.halted(1.0) as halted:
                 if not halted:
-                    logger.warning(
-                        "%s: a library that the engine called has not come back; it is left there", engine.mailbox.me()
-                    )
+                    me = engine.mailbox.me()
+                    logger.warning("%s: a library that the engine called has not come back; it is left there", me)
                 engine.rounds.fail(HorovodInternalError(SHUT_DOWN))
                 engine.telemetry.stop()
                 if self._heartbeat is not None:

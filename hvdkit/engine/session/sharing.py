@@ -56,7 +56,7 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
     obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
     if len(node) > 1 and not reason:
         arena = ARENA.open(settings.arena)
-        obtained, reason = _obtain(invitation, reports[node[0]], node, rank, transport.size, seconds, arena)
+        obtained, reason = _obtain(invitation, reports[node[0]], node, transport, seconds, arena)
     elif invitation is not None:
         invitation.withdraw()
     # One rank alone may have failed to get it. An arena is used by a node's ranks if all of them have mapped it.
@@ -100,15 +100,14 @@ def _obtain(
     invitation: Invitation | None,
     offer: dict[str, str],
     node: Sequence[int],
-    rank: int,
-    size: int,
+    transport: Transport,
     seconds: float,
     arena: int,
 ) -> tuple[tuple[NodeMemory, Window, dict[int, Window]] | None, str]:
     from hvdkit.transports.node.memory import NodeMemory, fetch, map_arenas
     from hvdkit.transports.node.transport import window_bytes
 
-    descriptor, memory = -1, None
+    rank, descriptor, memory = transport.rank, -1, None
     try:
         if invitation is not None:
             descriptor, arenas = invitation.serve(len(node) - 1, seconds, arena)
@@ -118,7 +117,7 @@ def _obtain(
         memory = NodeMemory(descriptor, node.index(rank), len(node))
         # Segments that every job needs are mapped while the ranks can still agree to do without.
         memory.map_in_advance(staging_segment(0), group_bytes(len(node)))
-        return (memory, memory.window(0, window_bytes(len(node), size)), windows), ""
+        return (memory, memory.window(0, window_bytes(len(node), transport.size)), windows), ""
     except OSError as error:
         if memory is not None:
             memory.close()

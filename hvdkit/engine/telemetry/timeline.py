@@ -52,7 +52,10 @@ class Timeline:
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             self._end = os.pwrite(self._file, _OPENING + _CLOSING, 0) - len(_CLOSING)
-            about = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
+            about: dict[str, Any] = {
+                "process_name": {"name": f"rank {rank}"},
+                "process_sort_index": {"sort_index": rank},
+            }
             self._write([self._metadata(name, 0, args) for name, args in about.items()])
         except OSError as error:
             self._give_up(error)

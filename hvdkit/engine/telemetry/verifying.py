@@ -40,7 +40,7 @@ SMALLEST_NORM = 1e-30
 
 
 def is_due(step: int, every: int, sparse: bool = False) -> bool:
-    """True if parameters are compared after ``step`` (from 1) where HVDKIT_VERIFY is ``every``; ``sparse`` ones seldom."""
+    """True if parameters are compared after ``step`` (from 1); ``every`` is HVDKIT_VERIFY; ``sparse`` ones seldom."""
     every *= SPARSE_AS_OFTEN if sparse else 1
     return every > 0 and step > 0 and (step in FIRST_STEPS or step % every == 0)
 
