@@ -90,9 +90,9 @@ class Relay:
             self._turn(Routes(self._rank, self._nodes, more))
             self._held_until = max(self._held_until, monotonic() + settling_seconds)
 
-    def neighbours(self) -> Collection[int]:
-        """Return the ranks to which this rank sends directly."""
-        return self._by_next.keys()
+    def is_neighbour(self, rank: int) -> bool:
+        """True if messages for ``rank`` are sent to it directly."""
+        return rank in self._by_next
 
     def send(self, receivers: Iterable[int], payload: bytes) -> None:
         """Send a message to other ranks."""
@@ -121,8 +121,7 @@ class Relay:
             for origin, bits, message in self._parts(sender, payload):
                 if bits >> self._rank & 1:
                     own.append((origin, message))
-                rest = bits & ~(1 << self._rank)
-                if rest:
+                if rest := bits & ~(1 << self._rank):
                     others.append((origin, rest, message))
         self._send(others)
         return own

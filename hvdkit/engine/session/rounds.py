@@ -180,7 +180,7 @@ class Rounds:
 
     def _may_have_left(self, rank: int) -> bool:
         """True if the goodbye of a rank whose connection broke may still be on its way, over other ranks."""
-        if rank in self._mailbox.departed or rank in self._mailbox.relay.neighbours():
+        if rank in self._mailbox.departed or self._mailbox.relay.is_neighbour(rank):
             return False
         return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
 
