@@ -126,9 +126,8 @@ class Batches:
         assert signatures, f"{key} runs, but this rank neither asked for it nor joined"
         signature, joined = signatures[index], KINDS[key.kind].joined
         assert joined is not None, f"{key} runs on a rank that has joined"
-        arrays = [] if signature.get("direct") else joined(signature)
-        codec = codec_with_summary(signature.get("codec", "none"))
-        return Submission(key, signature, arrays, None, Handle(key, None, None), codec=codec)
+        arrays, codec = [] if signature.get("direct") else joined(signature), signature.get("codec", "none")
+        return Submission(key, signature, arrays, None, Handle(key, None, None), codec=codec_with_summary(codec))
 
     def _turn(self, key: Key) -> int:
         """Return a number for the next operation under a key, the same on all ranks, also those that have joined."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from hvdkit.engine.loop import messages
 from hvdkit.engine.loop.decisions import DeadLocks, PendingOperation, Rejection, Stall, batch_size
 from hvdkit.engine.ops import KINDS, tensor_kinds
-from hvdkit.engine.ops.hints import LEFT_EARLY, SAME_CALLS, for_joined
+from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, SAME_CALLS, for_joined
 from hvdkit.engine.ops.requests import Key, Request, Signature
 from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.telemetry.telemetry import Telemetry
@@ -153,10 +153,8 @@ class Coordinator:
             absent = [rank for rank in members if rank not in entry.requests]
         problem = KINDS[key.kind].mismatch(key, entry.requests)
         if problem is None and absent and KINDS[key.kind].joined is None:
-            problem = (
-                f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
-                f"{for_joined(key.name)}"
-            )
+            fact = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
+            problem = f"{fact}{for_joined(key.name)}"
         if problem is not None:
             self._fail([key], problem)
             return
@@ -216,11 +214,8 @@ class Coordinator:
         """Fail the join if a rank has left: it can never end."""
         if self._departed:
             gone, reason = next(iter(self._departed.items()))
-            text = (
-                f"hvd.join() waits for rank {gone}, which has left the job: {reason}.\n"
-                f"HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {gone} printed."
-            )
-            self.outgoing.append((list(self._joined), messages.JoinFailed(text)))
+            failed = messages.JoinFailed(JOIN_LEFT.format(rank=gone, reason=reason))
+            self.outgoing.append((list(self._joined), failed))
             for rank in [rank for rank in self._joined if rank not in self._departed]:
                 del self._joined[rank]
 

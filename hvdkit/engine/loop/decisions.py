@@ -32,16 +32,13 @@ class PendingOperation:
 
 @dataclass
 class Rejection:
-    """An error of the operations under ``keys``. Each of the members ``unnotified`` gets it when it asks for one.
-
-    ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left the job, if one did.
-    """
+    """An error of the operations under ``keys``. Each of the members ``unnotified`` gets it when it asks for one."""
 
     text: str
-    cause: str
+    cause: str  # MISMATCH, LEFT or STALLED
     keys: list[Key]
     unnotified: set[int]
-    left: int | None = None
+    left: int | None = None  # the rank that left the job
 
 
 class Stall(NamedTuple):
@@ -56,8 +53,7 @@ class Stall(NamedTuple):
 def batch_size(ready: Iterable[tuple[int, Signature]], threshold: int) -> int:
     """Return how many of the first operations, as (process set, signature), run as one batch: at least the first.
 
-    Operations of a batch are of one kind that fuses, of one dtype, in one process set, with the same reduction and
-    factors, of at most ``threshold`` bytes. No operation behind the first that runs by itself is read.
+    They are of a kind that fuses and alike but for shapes, with at most ``threshold`` bytes.
     """
     rest = iter(ready)
     process_set, first = next(rest)

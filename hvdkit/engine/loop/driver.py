@@ -88,8 +88,7 @@ class Driver:
         self._background_pause = min(BACKGROUND_PAUSE, self._longest_pause)
         self._idle_pause = settings.idle_poll_ms * 1e-3
         self._turn = threading.Lock()  # held during a round
-        self._guests = 0  # threads that wait for something and drive meanwhile
-        self._guest_since = 0.0
+        self._guests, self._guest_since = 0, 0.0  # threads that wait for something and drive meanwhile
         self._guests_lock = threading.Lock()
         self._last_guest_left = threading.Event()
         self._stopping = False

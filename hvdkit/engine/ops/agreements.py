@@ -77,12 +77,7 @@ def _gathered(groups: Groups, signature: Signature, result: tuple[bool, list[Any
 
 BARRIER = Kind("barrier", carries_tensors=False, joined=lambda signature: [])
 DETAILS = Kind(
-    "details",
-    carries_tensors=False,
-    comes_again=False,
-    joined=lambda signature: [],
-    decide=_details,
-    ended=_gathered,
+    "details", carries_tensors=False, comes_again=False, joined=lambda signature: [], decide=_details, ended=_gathered
 )
 PLAN = Kind(
     "plan",

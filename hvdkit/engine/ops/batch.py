@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _OPS = {int(op): op for op in ReduceOp}  # quicker than the enumeration itself
 # The types that collectives of a device reduce.
-_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-_INTEGERS = frozenset({"uint8", "int8", "int32", "int64"})
+_FLOATS, _INTEGERS = {"float16", "bfloat16", "float32", "float64"}, {"uint8", "int8", "int32", "int64"}
 
 Requests = dict[int, Request]  # by rank
 # Generators that run side by side. The last one to end returns a result for each submission.

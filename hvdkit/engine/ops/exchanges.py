@@ -146,10 +146,7 @@ def _reduce_scatter(batch: Batch) -> Steps[list[Any]]:
 
 
 ALLGATHER = Kind(
-    "allgather",
-    decide=_details_of_all,
-    run=lambda batch: [_allgather(batch)],
-    run_on_device=_allgather_on_device,
+    "allgather", decide=_details_of_all, run=lambda batch: [_allgather(batch)], run_on_device=_allgather_on_device
 )
 BROADCAST = Kind("broadcast", run=lambda batch: [_broadcast(batch)], run_on_device=_broadcast_on_device)
 ALLTOALL = Kind("alltoall", wrong=_wrong_splits, decide=_details_of_all, run=lambda batch: [_alltoall(batch)])

@@ -26,6 +26,10 @@ LEFT_EARLY = (
     "many batches on each (or hvd.join() where data are uneven), no exit or exception on one alone; in Keras "
     "EarlyStopping comes after MetricAverageCallback, so that all ranks stop together."
 )
+JOIN_LEFT = (
+    "hvd.join() waits for rank {rank}, which has left the job: {reason}.\n"
+    "HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {rank} printed."
+)
 STALLED = (
     "HINT: see where those ranks are (py-spy dump --pid): behind, as with more data or a slower disk, or on another "
     "path through the script, as under 'if hvd.rank() == 0'."

@@ -8,11 +8,8 @@ from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.ops.hints import FIELDS, for_mismatch
 from hvdkit.kernels import ReduceOp
 
-# Part of the names that operations without a name get.
-AUTOMATIC = ".noname."
-
-# A JSON object. Fields that are absent do not apply to the kind of operation.
-Signature = dict[str, Any]
+AUTOMATIC = ".noname."  # part of the names that operations without a name get
+Signature = dict[str, Any]  # a JSON object; fields that are absent do not apply to the kind of operation
 
 
 class Key(NamedTuple):

@@ -34,17 +34,17 @@ class ProcessSet:
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        if isinstance(ranks_or_comm, Iterable) and not hasattr(ranks_or_comm, "Get_group"):
-            ranks = list(ranks_or_comm)
-            if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
-                raise ValueError(f"{EXPECTED}, got {ranks_or_comm!r}")
-            if len(set(ranks)) != len(ranks):
-                raise ValueError(f"ProcessSet: each rank can be named once, got {ranks}")
-            self.ranks = sorted(ranks)
-        elif hasattr(ranks_or_comm, "Get_group"):
+        if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
-        else:
+            return
+        if not isinstance(ranks_or_comm, Iterable):
             raise ValueError(f"{EXPECTED}, got {type(ranks_or_comm).__name__}")
+        ranks = list(ranks_or_comm)
+        if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+            raise ValueError(f"{EXPECTED}, got {ranks_or_comm!r}")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"ProcessSet: each rank can be named once, got {ranks}")
+        self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
         """Return the number of ranks, or None before the set is initialized."""

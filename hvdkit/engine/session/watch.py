@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
-from hvdkit.engine.ops.hints import LEFT_EARLY, STALLED
+from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError
@@ -133,12 +133,9 @@ class Watch:
                     self._mailbox.me(), ranks, lane.waiting_for(), seconds, STALLED,
                 )  # fmt: skip
             if fail_after > 0 and seconds > fail_after:
-                lane.fail(
-                    StallError(
-                        f"{lane.waiting_for()} stalled on {self._mailbox.me()}: ranks {ranks} did not send their part "
-                        f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).\n{STALLED}"
-                    )
-                )
+                fact = f"{lane.waiting_for()} stalled on {self._mailbox.me()}: ranks {ranks} did not send their part"
+                limit = f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+                lane.fail(StallError(f"{fact} {limit}.\n{STALLED}"))
 
     def _look_for_departed(self, now: float) -> None:
         departed, departed_at = self._mailbox.departed, self._mailbox.departed_at
@@ -158,11 +155,7 @@ class Watch:
                     rank,
                 )
         if 0 in departed and self._joining.waiting:
-            raise PeerLostError(
-                f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.\n"
-                "HINT: call hvd.join() on all ranks, and leave the job after it; see what rank 0 printed.",
-                0,
-            )
+            raise PeerLostError(JOIN_LEFT.format(rank=0, reason=departed[0]), 0)
         if 0 in departed and self._submissions:
             text = next(iter(self._submissions.values())).handle.description
             first, reason = next(iter(departed.items()))  # the others often leave because the first did
