@@ -65,11 +65,12 @@ class Batches:
             return
         telemetry, process_set_id, row = self._telemetry, message.process_set, KINDS[message.kind]
         group = self._groups.group(process_set_id)  # may fail, so before any submission is taken
-        submissions = []
+        submissions, extras = [], []
         for index, (name, extra) in enumerate(message.names):
             key = Key(process_set_id, row.name, name)
             submission = self._submissions.pop(key, None) or self._zeros(key, message.signatures, index)
             submissions.append(submission)
+            extras.append(extra)
             if row.begun is not None:
                 row.begun(self._groups, submission, extra)
         on_device, unfinished = submissions[0].signature.get("direct"), 0
@@ -108,7 +109,7 @@ class Batches:
                 telemetry.end(submission.key)
                 submission.handle.fail(error)
 
-        batch = Batch(group, submissions, [extra for _, extra in message.names], tag, trace=trace)
+        batch = Batch(group, submissions, extras, tag, trace=trace)
         if batch.codec.encodes:
             submissions[0].turn, submissions[0].tally = self._turn(submissions[0].key), Tally()
         if telemetry.timeline is not None:

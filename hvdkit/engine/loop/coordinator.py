@@ -224,13 +224,14 @@ class Coordinator:
         self._sequence += 1
         process_set, kind_name, _ = batch[0][0]
         kind, members = KINDS[kind_name], list(self.members[process_set])
-        names, decide = [], kind.decide
+        names, decide, all_asked = [], kind.decide, True
         for key, entry in batch:
+            all_asked &= len(entry.requests) == len(members)
             names.append([key.name, None if decide is None else decide(self._assignments, key, entry.requests)])
             if kind.ends_process_set:
                 self._remove(entry.signature["id"])
         run = (self._sequence, process_set, kind_name, names)
-        if any(len(entry.requests) < len(members) for _, entry in batch):
+        if not all_asked:
             joined = [rank for rank in members if any(rank not in entry.requests for _, entry in batch)]
             members = [rank for rank in members if rank not in joined]
             # Ranks that have joined need the signatures to contribute zeros.

@@ -12,7 +12,6 @@ from hvdkit.engine.loop.messages import Ask, Bye, Message, NewSignature, Pong, e
 from hvdkit.engine.loop.relay import Relay
 from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.batch import Submission
-from hvdkit.engine.ops.requests import Signature
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.errors import HorovodInternalError
@@ -46,7 +45,11 @@ class Mailbox:
     def tell(self, ranks: Iterable[int], message: Message) -> None:
         """Send to those of ``ranks`` that are others, and have not left unless it is a goodbye or an answer."""
         departed = () if isinstance(message, (Bye, Pong)) else self.departed
-        if receivers := [rank for rank in ranks if rank != self._rank and rank not in departed]:
+        receivers = []
+        for rank in ranks:  # a loop, since each small operation passes here
+            if rank != self._rank and rank not in departed:
+                receivers.append(rank)
+        if receivers:
             self.relay.send(receivers, encode(message))
 
     def tell_everyone(self, message: Message) -> None:
@@ -91,18 +94,20 @@ class Negotiation:
 
     def announce(self, submission: Submission) -> None:
         """Ask the coordinator to run a submission."""
-        signature = submission.signature
-        reference: int | Signature = signature
+        signature, name, detail = submission.signature, submission.key.name, submission.detail
+        if self.coordinator is not None:
+            self.coordinator.receive(0, Ask(signature, name, detail), monotonic())
+            return
+        number = None
         # A signature that is used once would only push out those that come again.
-        if self.coordinator is None and KINDS[signature["kind"]].comes_again:
+        if KINDS[signature["kind"]].comes_again:
             # A key that stays in this process. Version 2 of marshal gives equal bytes for equal values.
             content = marshal.dumps(signature, 2)
             number = self._cached.get(content)
             if number is None and len(self._cached) < self._cache_capacity:
                 number = self._cached[content] = len(self._cached)
-                self.send_to_coordinator(NewSignature(number, signature))
-            reference = signature if number is None else number
-        self.send_to_coordinator(Ask(reference, submission.key.name, submission.detail))
+                self.mailbox.tell([0], NewSignature(number, signature))
+        self.mailbox.tell([0], Ask(signature if number is None else number, name, detail))
 
     def send_to_coordinator(self, message: Message) -> None:
         if self.coordinator is not None:

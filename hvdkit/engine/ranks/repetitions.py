@@ -55,19 +55,12 @@ class _Region:
     lock: Lock = field(default_factory=Lock)
 
 
-@dataclass(slots=True)
 class _Repetition:
     """A recurring operation. ``begin``: its turn before the first; ``done``: how often it ran since."""
 
-    number: int
-    op: ReduceOp
-    scale: Scale
-    done: int = 0
-    region: int = field(init=False)
-    begin: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.begin, self.region = self.number // REGIONS * _ROUND, self.number % REGIONS
+    def __init__(self, number: int, op: ReduceOp, scale: Scale) -> None:
+        self.begin, self.region = number // REGIONS * _ROUND, number % REGIONS
+        self.op, self.scale, self.done = op, scale, 0
 
 
 class Repetitions:
@@ -99,9 +92,8 @@ class Repetitions:
 
     def ran(self, content: Content) -> None:
         """Count an operation that ran through the coordinator."""
-        repetition = self._repetitions.get(content)
-        if repetition is not None:
-            repetition.done += 1
+        if content in self._repetitions:
+            self._repetitions[content].done += 1
 
     def reduce(
         self, array: Array | DeviceArray, source: Array | None, request: ReduceRequest, call: Call, negotiates: bool
@@ -112,11 +104,10 @@ class Repetitions:
         is_plain = request.prescale == 1.0 and not request.codec.encodes and call.device == "cpu"
         if repetition is None or not is_plain or not isinstance(array, np.ndarray):
             return False
-        count = repetition.done if call.number is None else call.number
+        count, region = repetition.done if call.number is None else call.number, self._regions[repetition.region]
         if count + 1 >= _ROUND:
             return False
         turn = repetition.begin + 1 + count
-        region = self._regions[repetition.region]
         if not region.lock.acquire(blocking=False):
             return False  # another thread is in this region; the other ranks notice that this rank does not come
         try:
