@@ -116,7 +116,8 @@ def _reduce_several(batch: Batch) -> Steps[list[Any]]:
     staged = batch.signature["op"] != ReduceOp.ADASUM
     by_dtype: dict[Any, list[Array]] = {}
     for submission in batch.submissions:
-        submission.gather_sources()
+        for array, source in zip(submission.arrays, submission.sources or [], strict=False):
+            array[...] = source  # all that follows works in place
         for array in submission.arrays:
             flat = as_real(array.reshape(-1))
             by_dtype.setdefault(flat.dtype, []).append(flat)
@@ -164,8 +165,8 @@ def region_for(assignments: Assignments, key: Key, requests: Requests) -> int | 
     signature = next(iter(requests.values())).signature
     is_simple = len(signature["shape"]) == 1 and signature["prescale"] == 1.0 and signature["op"] != ReduceOp.ADASUM
     is_plain = "codec" not in signature and "direct" not in signature and signature["device"] == "cpu"
-    is_plain = is_plain and signature["dtype"][0] in kernels.DTYPES  # the region's kernels know no complex numbers
-    if not is_simple or not is_plain or prod(signature["shape"][0]) > most_bytes(2):
+    is_complex = signature["dtype"][0] not in kernels.DTYPES  # the region's kernels know no such numbers
+    if not is_simple or not is_plain or is_complex or prod(signature["shape"][0]) > most_bytes(2):
         return None
     # An operation without a name is the same again if all else is.
     return assignments.next_region(key if automatic_number(key) is None else str(signature), signature)
@@ -173,17 +174,17 @@ def region_for(assignments: Assignments, key: Key, requests: Requests) -> int | 
 
 def _learn(groups: Groups, submission: Submission, number: int | None) -> None:
     """Note that an operation runs, and its region if it gets one and the ranks of its process set share a node."""
-    repetitions, signature = groups.repetitions.get(submission.key.process_set), submission.signature
+    process_set, signature = submission.key.process_set, submission.signature
+    repetitions = groups.repetitions.get(process_set)
     if repetitions is None or "direct" in signature or (number is None and not repetitions):
         return
-    array, label = submission.arrays[0], submission.handle.label
-    op, postscale = ReduceOp(signature["op"]), signature["postscale"]
-    content = Content(label, array.dtype, array.shape, op, postscale)
+    array, op, postscale = submission.arrays[0], ReduceOp(signature["op"]), signature["postscale"]
+    content = Content(submission.handle.label, array.dtype, array.shape, op, postscale)
     if number is None:
         repetitions.ran(content)
-        return
-    size = len(groups.ranks[submission.key.process_set])
-    repetitions.learn(content, array.nbytes, number, *effective(op, postscale, size))
+    else:
+        action = effective(op, postscale, len(groups.ranks[process_set]))
+        repetitions.learn(content, array.nbytes, number, *action)
 
 
 ALLREDUCE = Kind(

@@ -101,12 +101,6 @@ class Submission:
     tally: Tally | None = None  # bytes and seconds of encoding, where the codec encodes
     turn: int = 0  # a number for what a codec draws at random: the same on all ranks and in each run
 
-    def gather_sources(self) -> None:
-        """Copy the values into the arrays, for algorithms that work in place."""
-        for array, source in zip(self.arrays, self.sources or [], strict=False):
-            array[...] = source
-        self.sources = None
-
 
 def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scale]:
     """Return the operation and the scale of its result: AVERAGE is SUM, divided."""

@@ -196,8 +196,7 @@ class Rounds:
                 gone = {*self._mailbox.departed, *self._transport.lost_peers()}.intersection(operation.members)
                 left_at = self._mailbox.departed_at
                 rank = min(gone, key=lambda rank: left_at.get(rank, 0.0), default=None)
-            is_unclear = rank is None and monotonic() - operation.broken_at < NAMELESS_SECONDS
-            if is_unclear or (rank is not None and self._may_have_left(rank)):
+            if monotonic() - operation.broken_at < NAMELESS_SECONDS if rank is None else self._may_have_left(rank):
                 return  # the operation raises it again
             reason = self._mailbox.departed.get(-1 if rank is None else rank)
             peer = "" if rank is None else self._mailbox.topology.describe(rank)
