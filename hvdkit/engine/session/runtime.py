@@ -44,7 +44,7 @@ def engine() -> Engine:
 
 def current() -> Engine | None:
     """Return the engine if this process can communicate: None before init, after shutdown, and in a forked child."""
-    return None if _session is None or is_forked() else _session.engine
+    return None if _session is None or _session.process != os.getpid() else _session.engine
 
 
 def is_initialized() -> bool:
