@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import HASHED, PRESENT, UPDATES, Comparison, Statement, compare_by_name, is_due
+from hvdkit.engine.telemetry.verifying import (
+    HASHED,
+    JOINED,
+    PRESENT,
+    UPDATES,
+    Comparison,
+    Statement,
+    compare_by_name,
+    is_due,
+)
 from hvdkit.errors import ParametersDifferError
 
 MOST_NAMES = 8  # parameters that a message lists
@@ -167,10 +176,10 @@ class Verification:
         if self._lane is None or not self._lane.verification.words:
             return
         words, self._lane.verification.words = self._lane.verification.words, []
-        present, process_set_id = [word for word in words if word], self._lane.plan.process_set_id
+        taking_part, process_set_id = [word for word in words if word != JOINED], self._lane.plan.process_set_id
         # A rank that has joined takes part in named operations of all ranks only. A rank without hashes made no update.
-        can_compare = len(present) == len(words) or process_set_id == 0
-        if can_compare and len(present) > 1 and all(word & HASHED for word in present):
+        can_compare = len(taking_part) == len(words) or process_set_id == 0
+        if can_compare and len(taking_part) > 1 and all(word & HASHED for word in taking_part):
             self._compare(self._lane.name, process_set_id, self._steps_before + self._lane.steps - 1)
         self._at_once = all(word & UPDATES for word in words) and self.wants(self.step)
 

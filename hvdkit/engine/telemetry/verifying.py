@@ -30,8 +30,8 @@ FIRST_STEPS = (1, 10, 100)  # ranks that differ from the beginning, or soon, are
 # A step touches a few rows of parameters with sparse gradients: reading all of them costs far more than the step.
 SPARSE_AS_OFTEN = 100
 
-# The bits of a rank's word at the end of a step. A rank that has joined or gave the step up says 0.
-PRESENT, UPDATES, HASHED = 1, 2, 4
+# The bits of a rank's word at the end of a step. A rank that gave the step up says 0.
+PRESENT, UPDATES, HASHED, JOINED = 1, 2, 4, 8
 ROW = np.dtype([(name, np.uint64) for name in ("present", "first", "sketched", "count", "checksum")] + [("on", "S256")])
 # Numbers of a sketch, and elements that are read for it at a time.
 SKETCH, CHUNK = 64, 1 << 16
@@ -171,7 +171,7 @@ class LaneVerification:
 
     def exchange(self, joined: bool, tag: int) -> Steps[None]:
         """Exchange words by messages under ``tag``."""
-        own, self._own = 0 if joined else self._own, 0
+        own, self._own = JOINED if joined else self._own, 0
         words = np.zeros(self._group.size, dtype=np.uint64)
         yield from allgather(self._group, np.array([own], dtype=np.uint64), np.split(words, len(words)), tag)
-        self.words = words.tolist() if own else []
+        self.words = words.tolist() if own & PRESENT else []
