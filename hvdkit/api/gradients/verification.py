@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import (
-    HASHED,
-    JOINED,
-    PRESENT,
-    UPDATES,
-    Comparison,
-    Statement,
-    compare_by_name,
-    is_due,
-)
+from hvdkit.engine.telemetry.verifying import Comparison, Statement, Word, compare_by_name, is_due
 from hvdkit.errors import ParametersDifferError
 
 MOST_NAMES = 8  # parameters that a message lists
@@ -151,7 +142,7 @@ class Verification:
 
     def _word(self) -> int:
         has_hashed = self._stated_after > 0 and self._stated_after == self._lane.steps
-        return PRESENT | UPDATES * self.updates | HASHED * has_hashed
+        return Word.PRESENT | Word.UPDATES * self.updates | Word.HASHED * has_hashed
 
     @property
     def step(self) -> int:
@@ -176,12 +167,12 @@ class Verification:
         if self._lane is None or not self._lane.verification.words:
             return
         words, self._lane.verification.words = self._lane.verification.words, []
-        taking_part, process_set_id = [word for word in words if word != JOINED], self._lane.plan.process_set_id
+        taking_part, process_set_id = [word for word in words if word != Word.JOINED], self._lane.plan.process_set_id
         # A rank that has joined takes part in named operations of all ranks only. A rank without hashes made no update.
         can_compare = len(taking_part) == len(words) or process_set_id == 0
-        if can_compare and len(taking_part) > 1 and all(word & HASHED for word in taking_part):
+        if can_compare and len(taking_part) > 1 and all(word & Word.HASHED for word in taking_part):
             self._compare(self._lane.name, process_set_id, self._steps_before + self._lane.steps - 1)
-        self._at_once = all(word & UPDATES for word in words) and self.wants(self.step)
+        self._at_once = all(word & Word.UPDATES for word in words) and self.wants(self.step)
 
     def _compare(self, title: str, process_set_id: int, step: int) -> None:
         """Compare the newest statements of all ranks. Raises ParametersDifferError on all ranks, or warns."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntFlag
 from hashlib import shake_128
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,13 +31,17 @@ FIRST_STEPS = (1, 10, 100)  # ranks that differ from the beginning, or soon, are
 # A step touches a few rows of parameters with sparse gradients: reading all of them costs far more than the step.
 SPARSE_AS_OFTEN = 100
 
-# The bits of a rank's word at the end of a step. A rank that gave the step up says 0.
-PRESENT, UPDATES, HASHED, JOINED = 1, 2, 4, 8
 ROW = np.dtype([(name, np.uint64) for name in ("present", "first", "sketched", "count", "checksum")] + [("on", "S256")])
 # Numbers of a sketch, and elements that are read for it at a time.
 SKETCH, CHUNK = 64, 1 << 16
 # Smaller norms count as this, so that a subnormal number which one rank flushes to zero is no difference.
 SMALLEST_NORM = 1e-30
+
+
+class Word(IntFlag):
+    """The word of a rank at the end of a step; 0 if it gave the step up."""
+
+    PRESENT, UPDATES, HASHED, JOINED = 1, 2, 4, 8
 
 
 def is_due(step: int, every: int, sparse: bool = False) -> bool:
@@ -155,7 +160,7 @@ class LaneVerification:
     """The exchange of words at the end of a lane's steps; ``ask`` returns this rank's word."""
 
     def __init__(self, group: Group, every: int) -> None:
-        self.ask: Callable[[], int] = lambda: PRESENT
+        self.ask: Callable[[], int] = lambda: Word.PRESENT
         self.every = every
         self.words: list[int] = []  # of all members in the step that has just ended; none if there was no exchange
         self._group = group
@@ -171,7 +176,7 @@ class LaneVerification:
 
     def exchange(self, joined: bool, tag: int) -> Steps[None]:
         """Exchange words by messages under ``tag``."""
-        own, self._own = JOINED if joined else self._own, 0
+        own, self._own = Word.JOINED if joined else self._own, 0
         words = np.zeros(self._group.size, dtype=np.uint64)
         yield from allgather(self._group, np.array([own], dtype=np.uint64), np.split(words, len(words)), tag)
-        self.words = words.tolist() if own & PRESENT else []
+        self.words = words.tolist() if own & Word.PRESENT else []
