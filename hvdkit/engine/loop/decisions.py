@@ -83,19 +83,6 @@ def _fusion_class(signature: Signature) -> tuple[Any, ...]:
     return (signature["dtype"][0], *(signature.get(name) for name in fields))
 
 
-@dataclass
-class Blocked:
-    """A rank whose only thread waits, for a named operation or in a lane."""
-
-    message: Waits
-    repeats: int = 0  # reports of this wait since another rank reported a new one
-
-    @property
-    def key(self) -> Key | None:
-        """The named operation, if it is one."""
-        return Key(*self.message.at) if isinstance(self.message.at, list) else None
-
-
 class DeadLock(NamedTuple):
     """The named operations, and the lanes with the ranks that wait in them, that a dead-lock ends."""
 
@@ -109,7 +96,8 @@ class DeadLocks:
 
     def __init__(self, missing: Callable[[Key], list[int]]) -> None:
         self._missing = missing
-        self._blocked: dict[int, Blocked] = {}
+        self._blocked: dict[int, Waits] = {}  # what ranks said whose only thread waits
+        self._repeats: dict[int, int] = {}  # how often, since another rank began to wait
 
     def report(self, rank: int, message: Waits) -> DeadLock | None:
         """Note that a rank's only thread waits, or goes on. Return the dead-lock that this shows, if any."""
@@ -117,45 +105,43 @@ class DeadLocks:
             self._blocked.pop(rank, None)
             return None
         earlier = self._blocked.get(rank)
-        blocked = self._blocked[rank] = Blocked(message)
-        if earlier is not None and earlier.message.at == message.at:
-            blocked.repeats = earlier.repeats + 1
+        self._blocked[rank] = message
+        if earlier is not None and earlier.at == message.at:
+            self._repeats[rank] += 1
         else:
             # Earlier reports of other ranks may be out of date: a rank that reports late must not be taken for stuck.
-            for other in self._blocked.values():
-                other.repeats = 0
-        for peer in list(self._blocked):
+            self._repeats = dict.fromkeys(self._blocked, 0)
+        for peer in self._blocked:
             if peer != rank and self._wait_for_each_other(rank, peer):
                 return self._break(*sorted((rank, peer)))
         return None
 
+    def _waits_for(self, rank: int) -> list[int]:
+        message = self._blocked[rank]
+        return self._missing(Key(*message.at)) if isinstance(message.at, list) else message.waits_for
+
     def _wait_for_each_other(self, rank: int, peer: int) -> bool:
         """True if both wait in different operations that were meant to be the same, or one of them in a lane."""
-        blocked, other = self._blocked[rank], self._blocked[peer]
-        if blocked.message.at == other.message.at or not (blocked.repeats and other.repeats):
+        message, other = self._blocked[rank], self._blocked[peer]
+        if message.at == other.at or not (self._repeats[rank] and self._repeats[peer]):
             return False
-        keys = blocked.key, other.key
-        if None not in keys and blocked.message.label != other.message.label:
+        if isinstance(message.at, list) and isinstance(other.at, list) and message.label != other.label:
             return False  # different names: a script may well submit the missing operation later, from elsewhere
-        awaited = [
-            each.message.waits_for if key is None else self._missing(key)
-            for key, each in zip(keys, (blocked, other), strict=True)
-        ]
-        return peer in awaited[0] and rank in awaited[1]
+        return peer in self._waits_for(rank) and rank in self._waits_for(peer)
 
     def _break(self, low: int, high: int) -> DeadLock:
         pair = [self._blocked[low], self._blocked[high]]
-        subjects = [blocked.message.subject for blocked in pair]
         text = (
-            f"Mismatched operations: rank {low} waits in {subjects[0]}, rank {high} waits in {subjects[1]}; "
-            f"each waits for the other.\n{for_dead_lock(subjects)}"
+            f"Mismatched operations: rank {low} waits in {pair[0].subject}, rank {high} waits in {pair[1].subject}; "
+            f"each waits for the other.\n{for_dead_lock([message.subject for message in pair])}"
         )
-        lanes = []
-        for rank, blocked in zip((low, high), pair, strict=True):
-            if isinstance(lane := blocked.message.at, int):
-                stuck = [member for member, other in self._blocked.items() if other.message.at == lane]
-                lanes.append((lane, stuck))
-                for member in stuck:
-                    self._blocked.pop(member)
-            self._blocked.pop(rank, None)
-        return DeadLock(text, list({blocked.key for blocked in pair if blocked.key is not None}), lanes)
+        keys, lanes, stuck = [], [], {low, high}
+        for message in pair:
+            if isinstance(message.at, list):
+                keys.append(Key(*message.at))
+            elif message.at is not None:
+                lanes.append((message.at, [member for member, at in self._blocked.items() if at.at == message.at]))
+                stuck.update(lanes[-1][1])
+        for rank in stuck:
+            self._blocked.pop(rank)
+        return DeadLock(text, keys, lanes)

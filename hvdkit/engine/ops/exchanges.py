@@ -33,15 +33,13 @@ def _split(array: Array, counts: Sequence[int]) -> list[Array]:
     return [array[end - count : end].reshape(-1) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
-# -- allgather: each rank's arrays, one after the other along the first dimension -------------------------------------
-
-
 def _rows(batch: Batch, index: int) -> list[int]:
     """Return the rows of each rank's array number ``index``."""
     return [int(rank_rows[index]) for rank_rows in batch.extras[0]]
 
 
 def _allgather(batch: Batch) -> Steps[list[Any]]:
+    """Concatenate each rank's arrays along the first dimension."""
     results = []
     for index, array in enumerate(batch.submissions[0].arrays):
         rows = _rows(batch, index)
@@ -60,9 +58,6 @@ def _allgather_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[
     gathered, transfer = collectives.allgather(tensors, rows, [array.mark for array in arrays])
     yield [transfer]
     return [gathered]
-
-
-# -- broadcast: the root's arrays for all -----------------------------------------------------------------------------
 
 
 def _root(batch: Batch) -> int:
@@ -86,9 +81,6 @@ def _broadcast_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[
     return [tensors]
 
 
-# -- alltoall: rows of an array for each rank. The result is the rows that came in, and how many from each rank -------
-
-
 def _wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | None:
     """Return the error in a rank's splits, if any. The detail is [rows, splits or None], or the error that it saw."""
     if isinstance(request.detail, str):
@@ -110,6 +102,7 @@ def _wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | Non
 
 
 def _alltoall(batch: Batch) -> Steps[list[Any]]:
+    """Exchange rows. The result is those that came in, and how many came from each rank."""
     group, array = batch.group, batch.submissions[0].arrays[0]
     splits = [splits or [rows // group.size] * group.size for rows, splits in batch.extras[0]]
     received = [int(rank_splits[group.rank]) for rank_splits in splits]
@@ -118,11 +111,8 @@ def _alltoall(batch: Batch) -> Steps[list[Any]]:
     return [(out, received)]
 
 
-# -- reduce-scatter: each rank gets some rows of the reduction of all ranks' arrays -----------------------------------
-
-
 def _reduce_scatter(batch: Batch) -> Steps[list[Any]]:
-    """Reduce and scatter the arrays, one after another; their contents are used up."""
+    """Reduce arrays and keep this rank's rows of each; the contents of the arrays are used up."""
     group, submission, signature, tag = batch.group, batch.submissions[0], batch.signature, batch.tag
     op, scale = batch.reduction()
     results = []
