@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from hvdkit.engine.session.rounds import Rounds
     from hvdkit.kernels._native import Bell
 
-SHORTEST_PAUSE = 50e-6
 # No thread waits for the background thread, whose rounds take time from the computation: 1 % at 10 Gb/s.
-BACKGROUND_PAUSE = 300e-6
+SHORTEST_PAUSE, BACKGROUND_PAUSE = 50e-6, 300e-6
 # After a shorter wait a thread does not wake the background thread, which wakes by itself: that would cost as much.
 SHORT_VISIT = 0.004
 # An event-driven transport wakes its driver; the timeout only bounds how late a time-out is noticed.
 EVENT_PAUSE, EVENT_IDLE_PAUSE = 0.05, 0.5
-# How long ``stop`` waits for a round; only a round that is stuck in a library takes longer.
-ROUND_SECONDS = 30.0
+ROUND_SECONDS = 30.0  # for which ``stop`` waits for a round; only one that is stuck in a library takes longer
 
 
 def usable_cores() -> list[int]:

@@ -75,13 +75,10 @@ class NamedOperations:
 
     def check_usable(self) -> None:
         """Raise an error, of the class of the first, if this engine cannot communicate any more."""
-        error = self._mailbox.error
-        if error is None:
+        if (error := self._mailbox.error) is None:
             return
-        text = (
-            f"hvdkit cannot communicate any more: {error}\n"
-            "HINT: call hvd.shutdown() and hvd.init() on all ranks that are left, or restart the job."
-        )
+        hint = "HINT: call hvd.shutdown() and hvd.init() on all ranks that are left, or restart the job."
+        text = f"hvdkit cannot communicate any more: {error}\n{hint}"
         if isinstance(error, PeerLostError | PeerFailedError):
             raise type(error)(text, error.rank) from error
         raise HorovodInternalError(text) from error

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 # Named operations have the tags below this one, lanes those above.
-LANE_TAG = 1 << 21
-TAGS_PER_OPERATION = 8
+LANE_TAG, TAGS_PER_OPERATION = 1 << 21, 8
 NAMED_SEQUENCES = LANE_TAG // TAGS_PER_OPERATION
 # A lane's tag: the lane's number, then the operation's number in the lane, then the phase of the operation.
 LANES, SEQUENCE, PHASES = 2048, 128, 8
@@ -44,16 +43,12 @@ class LaneNumbers:
     """
 
     def __init__(self) -> None:
-        self._free: deque[int] = deque()  # given back, the longest ago first
-        self._given = 0  # how many were ever given
+        self._free = deque(range(LANES))  # the longest unused first
         # By open lane: its number, its ranks, and how many operations each rank had begun when it closed the lane.
         self._open: dict[int, tuple[int, frozenset[int], dict[int, int]]] = {}
 
     def take(self, lane: int, ranks: Collection[int]) -> int | None:
         """Return a number for a new lane of these ranks, or None where all are taken."""
-        if not self._free and self._given < LANES:
-            self._free.append(self._given)
-            self._given += 1
         if not self._free:
             return None
         number = self._free.popleft()
@@ -76,8 +71,7 @@ class Assignments:
     def __init__(self, size: int, static_process_sets: Iterable[Sequence[int]] = ()) -> None:
         # The ranks of each process set. Sets that were passed to ``init`` are numbered from 1.
         self.members = dict(enumerate([list(range(size)), *map(list, static_process_sets)]))
-        self._process_sets = len(self.members)
-        self._lanes = 0
+        self._process_sets, self._lanes = len(self.members) - 1, 0  # the newest number of each
         self.joined: dict[int, None] = {}  # the ranks that have joined, in order
         self.lane_numbers = LaneNumbers()
         # By operation, the longest ago first: the signature it had the first time, None once it has a region.
@@ -88,9 +82,9 @@ class Assignments:
         """Return the number of a new set of these ranks, or None if there is one."""
         if list(ranks) in self.members.values():
             return None
-        self.members[self._process_sets] = list(ranks)
         self._process_sets += 1
-        return self._process_sets - 1
+        self.members[self._process_sets] = list(ranks)
+        return self._process_sets
 
     def next_lane(self, process_set: int) -> tuple[int, int | None]:
         """Return the id of a new lane, and its number in tags, None if all are taken."""

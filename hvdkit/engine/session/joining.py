@@ -50,12 +50,11 @@ class Joining:
 
     def start_zeros(self) -> bool:
         """Start the operations with zeros that may start. True if there were any."""
-        started = False
+        before = len(self._operations)
         for lane in self.followed.values():
             while lane.zeros_startable():
                 self._operations.append(lane.start(joined=True))
-                started = True
-        return started
+        return len(self._operations) > before
 
     def end_if_over(self) -> None:
         """End the join if nothing of it is in flight."""
@@ -96,6 +95,5 @@ class Joining:
     def end(self, last: int) -> None:
         """Note that all ranks have joined. The join ends here when the last operation with zeros is over."""
         self.ranks.clear()
-        self.over += 1
+        self.over, self.last = self.over + 1, last
         self._named.restart_counting()
-        self.last = last

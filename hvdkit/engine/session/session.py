@@ -75,8 +75,8 @@ class GoodbyeWait:
             if waited > PING_SECONDS:
                 self._ping(missing, now)
             return False
-        unheard = [rank for rank in missing if not self._mailbox.liveness.heard_since(rank, self._pinged_at)]
-        if unheard:
+        heard_since = self._mailbox.liveness.heard_since
+        if unheard := [rank for rank in missing if not heard_since(rank, self._pinged_at)]:
             self.losses = self._watch.lost_since(unheard, self._pinged_at, now)
             return bool(self.losses)
         # Only an answer to the last ping shows that a rank lives at the end.

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hvdkit")
 
 LOOK_SECONDS = 0.1
-# How long a wait lasts before the coordinator hears of it, so that it can find a dead-lock.
-BLOCKED_SECONDS = 0.2
-# How long messages that a rank sent before it left may be on their way.
-DEPARTED_SECONDS = 1.0
+BLOCKED_SECONDS = 0.2  # of a wait before the coordinator hears of it, so that it can find a dead-lock
+DEPARTED_SECONDS = 1.0  # for which messages that a rank sent before it left may be on their way
 
 
 class Watch:

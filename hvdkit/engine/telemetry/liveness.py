@@ -11,10 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 LONGEST_INTERVAL_SECONDS = 5.0
-# If this rank was paused for that fraction of the timeout, it does not blame its peers for silence.
-BLIND_PART = 1 / 2
-# After a pause, beats are seen again within this fraction of the timeout: in the node's memory or by a thread.
-SEEN_AGAIN_PART = 1 / 4
+BLIND_PART = 1 / 2  # of the timeout: a rank that was paused for so long does not blame its peers for silence
+SEEN_AGAIN_PART = 1 / 4  # of the timeout, within which beats are seen again after a pause
 
 
 class Loss(NamedTuple):
