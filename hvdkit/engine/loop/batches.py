@@ -21,8 +21,7 @@ from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
 from hvdkit.transports.base import DeviceCollectives
 
-# Operations with a codec that a process set remembers, to count how often each has come.
-KEYS_COUNTED = 10_000
+KEYS_COUNTED = 10_000  # operations with a codec that a process set remembers, to count how often each has come
 ERRORS: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}
 
 

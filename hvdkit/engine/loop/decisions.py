@@ -12,8 +12,7 @@ from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.hints import for_dead_lock
 from hvdkit.engine.ops.requests import Key, Request, Signature
 
-# An estimate is enough to bound a batch, so every element counts as the widest real one.
-WIDEST_ELEMENT = 8
+WIDEST_ELEMENT = 8  # bytes, as which every element counts: an estimate is enough to bound a batch
 
 
 @dataclass(slots=True)

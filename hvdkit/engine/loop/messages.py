@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple, get_args
 
-# Causes of an operation's error.
-MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"
-
+MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"  # causes of an operation's error
 # Made once: json.dumps makes one for each message.
 _ENCODER, _DECODER = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder()
 

@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from hvdkit.engine.ops.batch import DeviceArray
     from hvdkit.engine.ops.requests import Call, ReduceRequest
 
-# Operations that have memory at the same time. Unused memory costs nothing.
-REGIONS = 256
-
-# How long ranks wait for each other here. If a rank comes later, the coordinator would not have been slower.
-PATIENCE_SECONDS = 200e-6
+REGIONS = 256  # operations that have memory at the same time; unused memory costs nothing
+PATIENCE_SECONDS = 200e-6  # of ranks for each other; if one comes later, the coordinator would not have been slower
 # A turn: how often its region was assigned before, then the count of one operation. It has 48 bits in the region's
 # memory (transports/csrc/repeated); calls and numbers that need more go to the coordinator.
 _ROUND, _ROUNDS = 1 << 32, 1 << 16

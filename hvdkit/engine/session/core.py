@@ -36,8 +36,7 @@ from hvdkit.transports.base import Transport
 if TYPE_CHECKING:
     from hvdkit.kernels._native import Heartbeat
 
-# How long a pass over shared memory watches the other ranks before the engine looks at other operations.
-PASS_SPIN_SECONDS = 20e-6
+PASS_SPIN_SECONDS = 20e-6  # for which a pass over shared memory watches other ranks before other operations get on
 
 
 class Engine:

@@ -32,10 +32,8 @@ LEAVING = "it called hvd.shutdown() or ended"
 SHUT_DOWN = "hvdkit was shut down on this rank while the operation was in flight."
 
 # How long shutdown waits for the goodbyes of the others. A rank that failed waits only until they have its goodbye.
-GOODBYE_SECONDS = 5.0
-FAILED_GOODBYE_SECONDS = 0.3
-# How often a rank that has not said goodbye is asked for a sign of life.
-PING_SECONDS = 0.5
+GOODBYE_SECONDS, FAILED_GOODBYE_SECONDS = 5.0, 0.3
+PING_SECONDS = 0.5  # between two questions for a sign of life to a rank that has not said goodbye
 
 
 class GoodbyeWait:

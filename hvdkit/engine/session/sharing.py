@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
-# How long handing over the memory may take. A rank that cannot get it must not keep the others at init.
-OBTAIN_SECONDS = 10.0
+OBTAIN_SECONDS = 10.0  # to hand over the memory; a rank that cannot get it must not keep the others at init
 NOT_BUILT = (
     "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a copy that "
     "was not installed: python setup.py build_ext --inplace builds them in it)"
