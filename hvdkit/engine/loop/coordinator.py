@@ -21,11 +21,14 @@ class Coordinator:
     """
 
     def __init__(
-        self, size: int, threshold: int, telemetry: Telemetry | None = None, process_sets: Iterable[Sequence[int]] = ()
+        self,
+        size: int,
+        threshold: int,
+        telemetry: Telemetry | None = None,
+        static_process_sets: Iterable[Sequence[int]] = (),
     ) -> None:
-        """``threshold``: bytes of a batch; ``process_sets``: those passed to ``hvd.init()``."""
         self._threshold, self._telemetry = threshold, telemetry or Telemetry(0)
-        self._assignments = Assignments(size, process_sets)
+        self._assignments = Assignments(size, static_process_sets)
         self.members, self._joined = self._assignments.members, self._assignments.joined
         self._pending: dict[Key, PendingOperation] = {}
         self._rejections: dict[Key, list[Rejection]] = {}  # the oldest first: each rank gets them in that order

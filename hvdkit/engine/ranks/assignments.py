@@ -43,12 +43,16 @@ class LaneNumbers:
     """
 
     def __init__(self) -> None:
-        self._free = deque(range(LANES))  # the longest unused first
+        self._free: deque[int] = deque()  # given back, the longest ago first
+        self._given = 0  # how many were ever given
         # By open lane: its number, its ranks, and how many operations each rank had begun when it closed the lane.
         self._open: dict[int, tuple[int, frozenset[int], dict[int, int]]] = {}
 
     def take(self, lane: int, ranks: Collection[int]) -> int | None:
         """Return a number for a new lane of these ranks, or None where all are taken."""
+        if not self._free and self._given < LANES:
+            self._free.append(self._given)
+            self._given += 1
         if not self._free:
             return None
         number = self._free.popleft()
