@@ -68,7 +68,7 @@ class Cells:
     def set(self, index: int, number: int) -> None: ...
 
 class Bell:
-    """See hvdkit.engine.loop.wakeup.Wakeup; in a window, where other processes ring it, or in this process's memory."""
+    """See hvdkit.engine.loop.driver.Wakeup; in a window, where other processes ring it, or in this process's memory."""
 
     @overload
     def __init__(self) -> None: ...

@@ -34,7 +34,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, ordered_node
 from hvdkit.tensorflow.ops.exceptions import RUNNING, raised_as_tensorflows
 from hvdkit.tensorflow.ops.framework import as_array, as_tensor, copy_of, empty_like
-from hvdkit.tensorflow.verification import VariableVerification, Verified, hash_in_graph
+from hvdkit.tensorflow.verification import BROADCAST, VariableVerification, Verified, hash_variables
 
 # The least bytes of gradients that a graph hands over together. The cost of a part is then small beside its copy, and
 # the first parts travel while the backward pass computes the last.
@@ -82,11 +82,7 @@ def reduce_planned(
 
 
 def _reduce_now(plan: VariablePlan, gradients: Sequence[Any], verified: Sequence[Verified]) -> list[Any]:
-    level = plan.begin()
-    for index, variable in enumerate(verified):
-        if level >= variable.level:
-            plan.verification.hash(index, variable.read())
-    plan.verification.hashed(verified)
+    hash_variables(plan.verification, verified, plan.begin())
     for part in plan.parts():
         plan.hand_over(part, [gradients[index] for index in part])
     return [as_tensor(array) for array in plan.finish()]
@@ -104,7 +100,7 @@ def _reduce_in_graph(plan: VariablePlan, gradients: Sequence[Any], verified: Seq
 
         inputs = [gradients[index] for index in part]
         begun.append(ordered_node(begin, inputs, tf.int64, "hvdkit_begin", first=number == 0, last=False))
-    hashed = hash_in_graph(plan.verification, verified, begun[0])
+    hashed = hash_variables(plan.verification, verified, begun[0])
 
     def end() -> list[Any]:
         # This graph hands over nothing more before, so the thread that runs the graph is stuck if the lane is.
@@ -134,7 +130,7 @@ class VariablePlan:
     groups: Sequence[Sequence[int]]
 
     def __post_init__(self) -> None:
-        self.verification = VariableVerification()
+        self.verification = VariableVerification(BROADCAST)
         self._engine: Any = None
         self._lane: Any = None  # None within a step: a rank has joined, and gradients go by name
         self._epoch = 0  # see Groups.end_join

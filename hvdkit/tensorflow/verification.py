@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +13,7 @@ import tensorflow as tf
 from hvdkit import kernels
 from hvdkit.api.gradients.verification import Verification
 from hvdkit.api.machine import machine
+from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import Statement, sketch
 from hvdkit.tensorflow.ops.bridge import as_written
 from hvdkit.tensorflow.ops.exceptions import in_graph
@@ -25,25 +25,16 @@ BROADCAST = "hvd.broadcast_variables(model.variables, root_rank=0), or Broadcast
 NOTHING, DENSE, ALL = range(3)
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """A variable of TensorFlow that all ranks train alike; it is hashed in steps of its ``level`` and above."""
 
     name: str
-    handle: Any
-    dtype: Any
+    variable: Any
     level: int
 
     def read(self) -> Any:
         """Return its value, by the operation itself, so that no tape and no custom gradient takes it for an input."""
-        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
-
-    @property
-    def precision(self) -> float:
-        """The eps of the variable's type."""
-        if not (self.dtype.is_floating or self.dtype.is_complex):
-            return 0.0
-        return float(ml_dtypes.finfo(self.dtype.as_numpy_dtype).eps)  # type: ignore[no-untyped-call]
+        return tf.raw_ops.ReadVariableOp(resource=self.variable.handle, dtype=self.variable.dtype)
 
 
 def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool]) -> list[Verified]:
@@ -53,73 +44,57 @@ def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool
         under = getattr(source, "_value", None)  # of Keras 3
         variable = source if under is None or callable(under) else under
         if isinstance(variable, tf.Variable) and hasattr(variable, "handle"):
-            variables.append(Verified(name, variable.handle, variable.dtype, ALL if is_sparse else DENSE))
+            variables.append(Verified(name, variable, ALL if is_sparse else DENSE))
     return variables
 
 
 class VariableVerification(Verification):
-    """The verification of a step's sources. ``hash`` and ``hashed`` are called between the step's begin and end."""
-
-    def __init__(self) -> None:
-        super().__init__(BROADCAST)
-        self._hashes: dict[int, tuple[int, Any]] = {}  # by index, with sketches, of the step that is under way
+    """The verification of a step's sources, which are hashed between the step's begin and end."""
 
     def begin(self) -> int:
         """Begin a step. Returns the level of the variables that are to be hashed in it."""
-        self._hashes.clear()
         return NOTHING if not self.wants(self.step) else ALL if self.wants(self.step, sparse=True) else DENSE
 
-    def hash(self, index: int, value: Any) -> None:
-        """Hash the value of a variable, an array or an eager tensor. Only one at a time is copied from a device."""
-        flat = np.ascontiguousarray(as_array(value)).reshape(-1)
-        real = flat.view(flat.real.dtype)
-        sketched = sketch(real.size, lambda begin, end: real[begin:end]) if self.wants_sketches else None
-        self._hashes[index] = kernels.checksum(flat.view(np.uint8)), sketched
-
-    def hashed(self, variables: Sequence[Verified]) -> None:
-        """State the hashes of the variables that were hashed in this step, if there are any."""
-        if not self._hashes:
-            return
-        indices = sorted(self._hashes)
-        hashes, sketches = zip(*(self._hashes[index] for index in indices), strict=True)
+    def hash(self, variables: Sequence[Verified], *values: Any) -> None:
+        """Hash and state the values of variables, arrays or eager tensors."""
+        flats = [np.ascontiguousarray(as_array(value)).reshape(-1) for value in values]
+        hashes = np.array([kernels.checksum(flat.view(np.uint8)) for flat in flats], dtype=np.uint64)
+        sketches = np.array([_sketch_of(flat) for flat in flats]) if self.wants_sketches else None
         details = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
         gpus = sorted({str(each.get("device_name", "GPU")) for each in details})
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        statement = Statement(
-            machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus),
-            np.array(hashes, dtype=np.uint64),
-            sketches=np.array(sketches) if self.wants_sketches else None,
-            names=[variables[index].name for index in indices],
-            precisions=[variables[index].precision for index in indices],
-        )
-        self.state(statement)
+        on = machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus)
+        names, precisions = [each.name for each in variables], [_precision(each.variable.dtype) for each in variables]
+        self.state(Statement(on, hashes, sketches, names=names, precisions=precisions))
+
+
+def _sketch_of(flat: Array) -> Array:
+    real = flat.view(flat.real.dtype)
+    return sketch(real.size, lambda begin, end: real[begin:end])
+
+
+def _precision(dtype: Any) -> float:
+    is_inexact = dtype.is_floating or dtype.is_complex
+    return float(ml_dtypes.finfo(dtype.as_numpy_dtype).eps) if is_inexact else 0.0  # type: ignore[no-untyped-call]
 
 
 @as_written
-def hash_in_graph(verification: VariableVerification, variables: Sequence[Verified], wanted: Any) -> list[Any]:
-    """Hash the variables that are ``wanted``, a tensor, in a graph. Returns the operations after which that is done.
+def hash_variables(verification: VariableVerification, variables: Sequence[Verified], wanted: Any) -> list[Any]:
+    """Hash the variables of the level ``wanted``. Returns, in a graph, the operations after which that is done.
 
     TensorFlow orders the branches that read a variable and the operations that write it, as the program has them.
     """
-    nothing = partial(tf.constant, 0, tf.int64)
+    by_level = [[variable for variable in variables if variable.level <= level] for level in range(3)]
+    if tf.executing_eagerly():
+        if by_level[wanted]:
+            verification.hash(by_level[wanted], *(variable.read() for variable in by_level[wanted]))
+        return []
 
-    @as_written
-    def hash_each(indices: Sequence[int]) -> Any:
-        last = nothing()
-        for index in indices:
-            hash_it = in_graph(partial(verification.hash, index))
-            with tf.control_dependencies([last]):
-                last = tf.numpy_function(hash_it, [variables[index].read()], tf.int64, name="hvdkit_hash")
-        return last
+    def branch(chosen: Sequence[Verified]) -> Any:
+        values = [variable.read() for variable in chosen]
+        hash_them = in_graph(partial(verification.hash, chosen))
+        return (
+            tf.numpy_function(hash_them, values, tf.int64, name="hvdkit_hash") if values else tf.constant(0, tf.int64)
+        )
 
-    done: list[Any] = []
-    for level in (DENSE, ALL):
-        indices = [index for index, variable in enumerate(variables) if variable.level == level]
-        if indices:
-            with tf.control_dependencies(done):
-                done = [tf.cond(wanted >= level, partial(hash_each, indices), nothing)]
-    if done:
-        state = in_graph(partial(verification.hashed, variables))
-        with tf.control_dependencies(done):
-            done = [tf.numpy_function(state, [], tf.int64, name="hvdkit_state")]
-    return done
+    return [tf.switch_case(tf.cast(wanted, tf.int32), [as_written(partial(branch, chosen)) for chosen in by_level])]

@@ -141,7 +141,7 @@ class Transport(ABC):
     size: int
     polling: bool  # True: transfers advance only in done() and poll_control() (MPI). False: it calls the waker
     nodes: Sequence[Sequence[int]] = ()  # the ranks of each node that share memory; empty if no two do
-    wakeup: Any = None  # the event counter on which waiting threads sleep, if other ranks ring it (engine.loop.wakeup)
+    wakeup: Any = None  # the event counter on which waiting threads sleep, if other ranks ring it (engine.loop.driver)
     # The window, and the offset in it, where this node's ranks count the signs of life of all ranks.
     signs_of_life: Any = None
     beats = True  # False for ranks that are threads of one process, which need no signs of life

@@ -33,15 +33,13 @@ def told(
 ) -> tuple[str | None, bool]:
     ranks = range(len(values))
     comparison = Comparison(
-        present=list(ranks),
-        all_update=False,
         is_first=first,
-        is_compared=True,
         machines={rank: machines[rank] for rank in ranks},
         hashes={rank: np.array(values[rank], dtype=np.uint64) for rank in ranks},
         distances={} if distances is None else {rank: np.array(distances[rank]) for rank in ranks},
     )
-    statement = Statement(names=names, precisions=(1e-7, 1e-7, 8e-3))
+    hashes = np.array(values[0], dtype=np.uint64)
+    statement = Statement(machines[0], hashes, names=names, precisions=(1e-7, 1e-7, 8e-3))
     return compare("SGD.0", step, statement, comparison, "hvd.broadcast()")
 
 
@@ -134,13 +132,16 @@ def test_the_distance_of_sketches_is_that_of_tensors():
 
 
 def conversation_of(*statements: Statement | None) -> tuple[list[Comparison], int]:
-    """Return what each rank learns, and in how many exchanges."""
+    """Return what each rank learns, and in how many exchanges. A rank without a statement has joined."""
     members = range(len(statements))
-    conversations: list[Conversation] = [converse(rank, members, statements[rank]) for rank in members]
+    conversations: list[Conversation] = [converse(rank, members, each) for rank, each in enumerate(statements) if each]
     sent = [next(conversation) for conversation in conversations]
     for exchange in range(1, 9):
-        words = [own for own, _ in sent]
-        assert all(lengths == [len(own) for own in words] for _, lengths in sent)
+        (lengths,) = {tuple(lengths) for _, lengths in sent}
+        words = [np.zeros(length, dtype=np.uint64) for length in lengths]
+        for rank, (own, _) in zip([rank for rank, each in enumerate(statements) if each], sent, strict=True):
+            assert len(own) == lengths[rank]
+            words[rank] = own
         sent, comparisons = [], []
         for conversation in conversations:
             try:
@@ -177,7 +178,7 @@ def test_ranks_say_as_much_as_they_must():
     )
     assert exchanges == 3
     for comparison in comparisons:
-        assert comparison.present == list(comparison.hashes) == [1, 2, 4]
+        assert list(comparison.machines) == list(comparison.hashes) == [1, 2, 4]
         assert np.allclose(comparison.distances[1], [0, 0])
         assert np.allclose(comparison.distances[2], [0, 0.1])
         assert comparison.distances[4].tolist() == [np.inf]
@@ -202,26 +203,19 @@ def test_steps_that_are_looked_at():
     assert not any(is_due(step, 0, sparse=True) for step in range(2000))
 
 
-def statement(*hashes: int, machine: str = "a", updates: bool = False) -> Statement:
-    return Statement(machine, np.array(hashes, dtype=np.uint64), updates)
+def statement(*hashes: int, machine: str = "a") -> Statement:
+    return Statement(machine, np.array(hashes, dtype=np.uint64))
 
 
-def test_only_what_all_ranks_that_take_part_have_hashed_is_compared():
+def test_only_ranks_that_take_part_are_compared():
     assert comparison_of(statement(1, 2), statement(1, 2)).hashes == {}
     assert comparison_of(statement(1, 2), statement(1, 3)).hashes
     assert comparison_of(statement(1, 2), statement(1, 2, machine="b")).hashes  # which compare() looks at
-    assert comparison_of(statement(1, 2), Statement()).hashes == {}
     assert comparison_of(statement(1, 2), None).hashes == {}
     joined = comparison_of(statement(1, 2), None, statement(1, 3))
-    assert list(joined.hashes) == joined.present == [0, 2]
+    assert list(joined.hashes) == list(joined.machines) == [0, 2]
     assert joined.hashes[2].tolist() == [1, 3]
     assert joined.machines[2] == "a"
-
-
-def test_all_ranks_update_only_where_none_has_joined():
-    assert comparison_of(Statement(updates=True), statement(1, updates=True)).all_update
-    assert not comparison_of(Statement(updates=True), Statement()).all_update
-    assert not comparison_of(Statement(updates=True), None).all_update
 
 
 def test_processors_differ_by_what_they_can():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -154,9 +155,9 @@ def test_a_connection_that_broke_fails_the_operation_also_where_others_saw_it_fi
 
 
 def test_who_leaves_blames_nobody_for_the_silence_while_the_whole_machine_was_paused():
-    mailbox = SimpleNamespace(topology=None, liveness=Liveness(20.0, 200.0))
-    heartbeat = SimpleNamespace(count=lambda rank: 7)
-    watch = Watch(Settings(timeout_seconds=20.0), heartbeat, SimpleNamespace(mailbox=mailbox), None, {}, [], None)
+    heartbeat, engine = SimpleNamespace(count=lambda rank: 7), MagicMock(settings=Settings(timeout_seconds=20.0))
+    engine.mailbox.liveness = Liveness(20.0, 200.0)
+    watch = Watch(engine, heartbeat)
     assert [watch.lost_since([1], 0.0, at) for at in (1.0, 2.0, 100.0, 104.0)] == [[], [], [], []]
     assert watch.lost_since([1], 0.0, 106.0) == [SILENT_1]
 

@@ -37,7 +37,7 @@ def test_a_job_ends_with_the_code_of_who_failed_first(monkeypatch, code, first_c
     aborted: list[int] = []
     mine = Ending()
     mine._watched = lambda: None
-    mine.abort_with(aborted.append)
+    mine.abort = aborted.append
     mine.code, mine.first_code, mine.peer_lost, mine.another_left = code, first_code, peer_lost, True
     mine._at_exit()
     assert aborted == ([] if aborts_with is None else [aborts_with])

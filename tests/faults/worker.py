@@ -24,7 +24,7 @@ def misbehave(scenario: str) -> None:
     if scenario == "exits":
         sys.exit(3)
     if scenario == "exits-late":
-        ENDING.abort_with(lambda code: time.sleep(30))  # somebody else has to end the job
+        ENDING.abort = lambda code: time.sleep(30)  # somebody else has to end the job
         sys.exit(3)
     if scenario == "killed":
         measured.killed()

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import Comparison, Statement, exchange_by_name, is_due
+from hvdkit.engine.telemetry.verifying import Comparison, Statement, Word, compare_by_name, is_due
 from hvdkit.errors import ParametersDifferError
 
-# Parameters that a message lists by name.
-MOST_NAMES = 8
-
+MOST_NAMES = 8  # parameters that a message lists
 # Ranks that do not compute alike may differ by this part of a parameter's norm, or by its type's precision.
 ROUNDING = 1e-3
 
@@ -51,15 +49,15 @@ def compare(
     parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.
     ``statement`` is this rank's, ``broadcast`` tells a user how to bring the ranks to the same values.
     """
-    hashes = comparison.hashes
-    by_hashes = _ranks_by({rank: each.tobytes() for rank, each in hashes.items()})
-    by_machine = _ranks_by(comparison.machines)
-    if len(by_hashes) < 2:
+    hashes, machines = comparison.hashes, comparison.machines
+    groups = _ranks_by({rank: each.tobytes() for rank, each in hashes.items()})
+    if len(groups) < 2:
         return None, False
-    on_machines = {(comparison.machines[rank], each.tobytes()) for rank, each in hashes.items()}
-    is_error = len(set(map(len, hashes.values()))) > 1 or len(on_machines) > len(by_machine)
-    names, groups = _differing(statement.names, hashes), _grouped(list(by_hashes.values()))
-    text = DIFFER.format(title=title, step=step, names=names, groups=groups)
+    by_machine = _ranks_by(machines)
+    names, counts = _differing(statement.names, hashes), set(map(len, hashes.values()))
+    text = DIFFER.format(title=title, step=step, names=names, groups=_grouped(list(groups.values())))
+    on_machines = {(machines[rank], each.tobytes()) for rank, each in hashes.items()}
+    is_error = len(counts) > 1 or len(on_machines) > len(by_machine)
     if not is_error:
         listed = "; ".join(f"{_listed(ranks)}: {machine}" for machine, ranks in by_machine.items())
         beyond = _beyond_rounding(statement, comparison.distances, listed)
@@ -78,20 +76,15 @@ def _ranks_by(values: dict[int, Any]) -> dict[Any, list[int]]:
 
 def _beyond_rounding(statement: Statement, distances: dict[int, Array], machines: str) -> str | None:
     """Return a text about the parameter that is farthest apart, if that is more than its limit."""
-    if not distances:
-        return None
     limits = np.maximum(statement.precisions, ROUNDING)
     parts = {rank: each / limits for rank, each in distances.items()}
-    part, rank, index = max((float(each.max()), rank, int(each.argmax())) for rank, each in parts.items())
+    part, rank, index = max(((float(p.max()), rank, int(p.argmax())) for rank, p in parts.items()), default=(0.0, 0, 0))
     if part <= 1:
         return None
+    limit, name = limits[index], statement.names[index]
+    ranks, first = _listed([rank]), _listed([min(parts)])
     return BEYOND_ROUNDING.format(
-        machines=machines,
-        ranks=_listed([rank]),
-        first=_listed([min(parts)]),
-        distance=part * limits[index],
-        name=statement.names[index],
-        limit=limits[index],
+        machines=machines, ranks=ranks, first=first, distance=part * limit, name=name, limit=limit
     )
 
 
@@ -133,12 +126,9 @@ class Verification:
         self._every = 0
         self._steps_before = 0  # on earlier lanes
         self._warned = self._has_compared = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self._after = 0  # the step of the lane after which the parameters were as stated
-        self._stated = Statement()
-        self._at_once = False
+        self._statement: Statement | None = None  # the newest, about the parameters after this step of the lane:
+        self._stated_after = 0
+        self._at_once = False  # all ranks compare after the update that follows
 
     def attach(self, lane: Any, engine: Any) -> None:
         """Go on with another lane of an engine, on which ranks have just agreed."""
@@ -147,8 +137,12 @@ class Verification:
         else:
             self._steps_before, self._has_compared = 0, False  # other ranks may be new
         self._lane, self._engine, self._every = lane, engine, lane.verification.every
-        lane.verification.ask = self._statement_of_step
-        self._forget()
+        lane.verification.ask = self._word
+        self._stated_after, self._at_once = 0, False
+
+    def _word(self) -> int:
+        has_hashed = self._stated_after > 0 and self._stated_after == self._lane.steps
+        return Word.PRESENT | Word.UPDATES * self.updates | Word.HASHED * has_hashed
 
     @property
     def step(self) -> int:
@@ -161,39 +155,37 @@ class Verification:
         return is_due(step, self._every, sparse)
 
     def state(self, statement: Statement) -> None:
-        """Take a statement about the parameters as they are after the lane's last step."""
-        self._after, self._stated = self._lane.steps, replace(statement, is_first=not self._has_compared)
-
-    def _statement_of_step(self) -> Statement:
-        """Return the statement that the lane sends at the end of the present step."""
-        return replace(self._stated if self._after == self._lane.steps else Statement(), updates=self.updates)
+        """Compare the parameters as they are after the lane's last step: now if all ranks update at once, or later."""
+        self._statement, self._stated_after = statement, self._lane.steps
+        if self._at_once:
+            self._at_once, self._stated_after = False, 0
+            self._compare(self._lane.name, self._lane.plan.process_set_id, self._steps_before + self._lane.steps)
 
     def finished(self) -> None:
         """A step of the lane is over. Raises ParametersDifferError, on all ranks, if they differed after the last."""
         self._at_once = False
-        comparison = None if self._lane is None else self._lane.verification.take()
-        if comparison is not None:
-            self._judge(comparison, self._lane.name, self._steps_before + self._lane.steps - 1)
-            self._at_once = comparison.all_update and self.wants(self.step)
+        if self._lane is None or not self._lane.verification.words:
+            return
+        words, self._lane.verification.words = self._lane.verification.words, []
+        taking_part, process_set_id = [word for word in words if word != Word.JOINED], self._lane.plan.process_set_id
+        # A rank that has joined takes part in named operations of all ranks only. A rank without hashes made no update.
+        can_compare = len(taking_part) == len(words) or process_set_id == 0
+        if can_compare and len(taking_part) > 1 and all(word & Word.HASHED for word in taking_part):
+            self._compare(self._lane.name, process_set_id, self._steps_before + self._lane.steps - 1)
+        self._at_once = all(word & Word.UPDATES for word in words) and self.wants(self.step)
 
-    def compare_at_once(self, process_set_id: int) -> None:
-        """Compare as ``finished`` does after the step that is over, if all ranks said that they update at once.
-
-        Otherwise the statement is sent at the end of the next step.
-        """
-        if self._at_once:
-            self._at_once, self._after = False, 0
-            comparison = exchange_by_name(self._engine.named, self._lane.name, process_set_id, self._stated)
-            self._judge(comparison, self._lane.name, self._steps_before + self._lane.steps)
-
-    def _judge(self, comparison: Comparison, title: str, step: int) -> None:
-        self._has_compared = self._has_compared or comparison.is_compared
+    def _compare(self, title: str, process_set_id: int, step: int) -> None:
+        """Compare the newest statements of all ranks. Raises ParametersDifferError on all ranks, or warns."""
+        assert self._statement is not None
+        statement = replace(self._statement, is_first=not self._has_compared)
+        comparison = compare_by_name(self._engine.named, title, process_set_id, statement)
+        self._has_compared = True
         self.wants_sketches = self.wants_sketches or bool(comparison.hashes)
-        text, is_error = compare(title, step, self._stated, comparison, self._broadcast)
+        text, is_error = compare(title, step, statement, comparison, self._broadcast)
         if text is not None and is_error:
             raise ParametersDifferError(text)
         if text is None or (self._warned and not comparison.is_first):
             return
         self._warned = True
-        if comparison.is_first or self._engine.topology.rank == min(comparison.present):
+        if comparison.is_first or self._engine.topology.rank == min(comparison.machines):
             warnings.warn(text, stacklevel=2)

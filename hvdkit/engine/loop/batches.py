@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from math import prod
 from typing import Any
 
 from hvdkit.collectives.group import Steps
 from hvdkit.compression import Tally, codec_with_summary
 from hvdkit.engine.loop.messages import LEFT, MISMATCH, STALLED, Reject, Run
-from hvdkit.engine.loop.named import Submissions
 from hvdkit.engine.loop.negotiation import Mailbox
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops import KINDS
-from hvdkit.engine.ops.batch import Batch, Handle, Submission, zeros_on_device
+from hvdkit.engine.ops.batch import Batch, DeviceArray, Handle, Submission
 from hvdkit.engine.ops.requests import Key, Signature, automatic_number
 from hvdkit.engine.ranks.assignments import named_tag
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
+from hvdkit.transports.base import DeviceCollectives
 
-# Operations with a codec that a process set remembers, to count how often each has come.
-KEYS_COUNTED = 10_000
+KEYS_COUNTED = 10_000  # operations with a codec that a process set remembers, to count how often each has come
 ERRORS: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}
 
 
@@ -32,7 +32,7 @@ class Batches:
         self,
         mailbox: Mailbox,
         groups: Groups,
-        submissions: Submissions,
+        submissions: dict[Key, Submission],
         operations: list[Operation],
         telemetry: Telemetry,
     ) -> None:
@@ -62,18 +62,17 @@ class Batches:
         if tag in self._open or (self._waiting and self._waiting[0] is not message):
             self._waiting.append(message)
             return
-        telemetry = self._telemetry
-        process_set_id, kind, signatures = message.process_set, message.kind, message.signatures
+        telemetry, process_set_id, row = self._telemetry, message.process_set, KINDS[message.kind]
         group = self._groups.group(process_set_id)  # may fail, so before any submission is taken
-        submissions, extras, row = [], [], KINDS[kind]
+        submissions, extras = [], []
         for index, (name, extra) in enumerate(message.names):
-            key = Key(process_set_id, kind, name)
-            submission = self._submissions.pop(key, None)
-            submissions.append(submission or self._zeros(key, signatures, index))
+            key = Key(process_set_id, row.name, name)
+            submission = self._submissions.pop(key, None) or self._zeros(key, message.signatures, index)
+            submissions.append(submission)
             extras.append(extra)
             if row.begun is not None:
-                row.begun(self._groups, submissions[-1], extra)
-        on_device = submissions[0].signature.get("direct")
+                row.begun(self._groups, submission, extra)
+        on_device, unfinished = submissions[0].signature.get("direct"), 0
 
         # No reference to the batch, which refers to this: a cycle keeps arrays until Python collects cycles.
         def trace(activity: str, about: Batch | None = None) -> None:
@@ -86,7 +85,12 @@ class Batches:
                 telemetry.end(submission.key)
                 telemetry.begin(submission.key, activity, **reason)
 
-        def completed(results: list[Any]) -> None:
+        def finished(results: list[Any]) -> None:
+            nonlocal unfinished
+            unfinished -= 1
+            if unfinished:
+                return
+            self._open.discard(tag)
             if row.ended is not None:
                 row.ended(self._groups, batch.signature, results[0])
             tally = submissions[0].tally
@@ -95,6 +99,9 @@ class Batches:
             for submission, result in zip(submissions, results, strict=True):
                 telemetry.end(submission.key)
                 submission.handle.finish(result)
+            while self._waiting and named_tag(self._waiting[0].sequence) not in self._open:
+                self.run(self._waiting[0])
+                self._waiting.popleft()
 
         def failed(error: HorovodInternalError) -> None:
             for submission in submissions:
@@ -107,36 +114,20 @@ class Batches:
         if telemetry.timeline is not None:
             for submission in submissions:
                 telemetry.record_wait(submission.key)
-            trace(kind.upper(), batch)
+            trace(row.name.upper(), batch)
         self._open.add(tag)
         steps = [self._on_device(batch, process_set_id)] if on_device else row.run(batch)
         unfinished = len(steps)
-
-        def finished(results: list[Any]) -> None:
-            nonlocal unfinished
-            unfinished -= 1
-            if not unfinished:
-                self._open.discard(tag)
-                completed(results)
-                if self._waiting:
-                    self._start_waiting()
-
         for part in steps:
             self._operations.append(Operation(batch, part, group.transport, finished, group.members, failed))
-
-    def _start_waiting(self) -> None:
-        while self._waiting and named_tag(self._waiting[0].sequence) not in self._open:
-            self.run(self._waiting[0])
-            self._waiting.popleft()
 
     def _zeros(self, key: Key, signatures: list[Signature] | None, index: int) -> Submission:
         """Return this rank's contribution to an operation that it did not submit because it has joined."""
         assert signatures, f"{key} runs, but this rank neither asked for it nor joined"
         signature, joined = signatures[index], KINDS[key.kind].joined
         assert joined is not None, f"{key} runs on a rank that has joined"
-        arrays = [] if signature.get("direct") else joined(signature)
-        codec = codec_with_summary(signature.get("codec", "none"))
-        return Submission(key, signature, arrays, None, Handle(key, None, None), codec=codec)
+        arrays, codec = [] if signature.get("direct") else joined(signature), signature.get("codec", "none")
+        return Submission(key, signature, arrays, None, Handle(key, None, None), codec=codec_with_summary(codec))
 
     def _turn(self, key: Key) -> int:
         """Return a number for the next operation under a key, the same on all ranks, also those that have joined."""
@@ -149,22 +140,30 @@ class Batches:
     def _on_device(self, batch: Batch, process_set_id: int) -> Steps[list[Any]]:
         """Run a batch of DeviceArrays. The first batch opens the device's collectives, collectively.
 
-        All ranks launch collectives in the order of their batches: a new operation is advanced after all older ones,
-        and launches everything before it first yields.
+        A new operation is advanced after all older ones, and launches all before it first yields: ranks keep one order.
         """
         row, signature = KINDS[batch.submissions[0].key.kind], batch.signature
         collectives = self._groups.device_collectives(process_set_id, signature["device"])
         for submission in batch.submissions:
             if not submission.arrays and row.joined is not None:  # this rank has joined
-                if collectives is None:
-                    submission.arrays = row.joined(submission.signature)
-                else:
-                    submission.arrays = zeros_on_device(collectives, submission.signature)
+                here = submission.signature
+                submission.arrays = row.joined(here) if collectives is None else _zeros_on_device(collectives, here)
         if collectives is not None:
             assert row.run_on_device is not None, f"{row.name} of tensors on {signature['device']}"
             return (yield from row.run_on_device(collectives, batch))
-        for submission in batch.submissions:
-            submission.stage()
+        for submission in batch.submissions:  # ranks without collectives of the device copy its tensors
+            submission.arrays = [
+                each.to_host() if isinstance(each, DeviceArray) else each for each in submission.arrays
+            ]
         batch.side_by_side = False  # it runs inside of this operation
         (steps,) = row.run(batch)
         return (yield from steps)
+
+
+def _zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:
+    """Return the contribution of a rank that has joined, on a device."""
+    zeros = []
+    for shape, dtype in zip(signature["shape"], signature["dtype"], strict=True):
+        tensor = collectives.allocate(prod(shape), dtype)
+        zeros.append(DeviceArray(tensor, tuple(shape), dtype, "", collectives.mark(), lambda: None))  # type: ignore[arg-type,return-value]
+    return zeros

@@ -1,7 +1,4 @@
-"""Decides, on rank 0, which named operations run and in which order: a state machine of messages in, messages out.
-
-It has no clock and no connection of its own, so that every decision can be tested without a process.
-"""
+"""Decides, on rank 0, which named operations run and in which order: pure, with messages in and messages out."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from hvdkit.engine.loop import messages
 from hvdkit.engine.loop.decisions import DeadLocks, PendingOperation, Rejection, Stall, batch_size
 from hvdkit.engine.ops import KINDS, tensor_kinds
-from hvdkit.engine.ops.hints import LEFT_EARLY, SAME_CALLS, for_joined
+from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, SAME_CALLS, for_joined
 from hvdkit.engine.ops.requests import Key, Request, Signature
 from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.telemetry.telemetry import Telemetry
@@ -20,18 +17,17 @@ from hvdkit.engine.telemetry.telemetry import Telemetry
 class Coordinator:
     """Collects requests; ``take_outgoing`` returns (ranks, message) pairs to deliver, in order.
 
-    The cost of a repeated operation grows with its ranks: requests are counted, and missing ranks are looked for only
-    where a rank has joined, left or waits. ``telemetry`` records each request while a timeline is on.
+    Requests are counted: missing ranks are looked for only where a rank has joined, left or waits.
     """
 
     def __init__(
         self,
         size: int,
-        fusion_threshold: int,
+        threshold: int,
         telemetry: Telemetry | None = None,
         static_process_sets: Iterable[Sequence[int]] = (),
     ) -> None:
-        self._threshold = fusion_threshold
+        self._threshold, self._telemetry = threshold, telemetry or Telemetry(0)
         self._assignments = Assignments(size, static_process_sets)
         self.members, self._joined = self._assignments.members, self._assignments.joined
         self._pending: dict[Key, PendingOperation] = {}
@@ -40,18 +36,20 @@ class Coordinator:
         self.outgoing: list[tuple[Sequence[int], messages.Message]] = []
         self._signatures: dict[tuple[int, int], Signature] = {}
         self._departed: dict[int, str] = {}
-        self._dead_locks = DeadLocks(self._missing_from)
+        self._dead_locks = DeadLocks(lambda key: self._missing(key, entry) if (entry := self._pending.get(key)) else [])
         self._sequence = 0
-        self._telemetry = telemetry or Telemetry(0)
-        self._last_request: tuple[messages.Ask, Signature, tuple[Key, Request]] | None = None
 
     def receive(self, rank: int, message: messages.Message, now: float) -> None:
         """Take one message of a rank. Raises ValueError for one that no engine sends."""
         match message:
             case messages.Ask():
-                key, request = self._request_of(rank, message)
+                reference = message.signature
+                signature = reference if isinstance(reference, dict) else self._signatures.get((rank, reference))
+                if signature is None or signature.get("kind") not in KINDS:
+                    raise ValueError(f"rank {rank} sent a request with an unknown signature {reference!r}")
+                key = Key(signature["ps"], signature["kind"], message.name)
                 if not self._rejections or not self._repeat_rejection(rank, key):
-                    self._request(rank, key, request, now)
+                    self._request(rank, key, Request(signature, message.detail), now)
             case messages.NewSignature(number, signature):
                 self._signatures[rank, number] = signature
             case messages.LaneClosed(lane, sequence):
@@ -62,19 +60,6 @@ class Coordinator:
                 self._break_dead_lock(rank, message)
             case _:
                 raise ValueError(f"rank {rank} sent {type(message).__name__}, which is not for the coordinator")
-
-    def _request_of(self, rank: int, message: messages.Ask) -> tuple[Key, Request]:
-        """Return the request in a message. Many ranks send the same one after another; it is parsed once."""
-        reference = message.signature
-        signature = reference if isinstance(reference, dict) else self._signatures.get((rank, reference))
-        last = self._last_request
-        if last is not None and message is last[0] and signature is last[1]:
-            return last[2]
-        if signature is None or signature.get("kind") not in KINDS:
-            raise ValueError(f"rank {rank} sent a request with an unknown signature {reference!r}")
-        parsed = Key(signature["ps"], signature["kind"], message.name), Request(signature, message.detail)
-        self._last_request = message, signature, parsed
-        return parsed
 
     def depart(self, rank: int, reason: str) -> None:
         """Note that a rank has left the job. Operations that wait for it fail, a join included."""
@@ -90,12 +75,13 @@ class Coordinator:
             self._fail([key], message, messages.STALLED)
 
     def take_outgoing(self) -> list[tuple[Sequence[int], messages.Message]]:
-        """Return the messages to deliver now. Ready operations that may be fused share batches up to the threshold."""
+        """Return the messages to deliver now."""
         self._run_ready()
         outgoing, self.outgoing = self.outgoing, []
         return outgoing
 
     def _run_ready(self) -> None:
+        """Run the ready operations; those that may be fused share batches up to the threshold."""
         while self.ready:
             # Read only as far as the batch goes: thousands of tensors may be ready of which no two can be batched.
             signatures = ((key.process_set, entry.signature) for key, entry in self.ready)
@@ -129,39 +115,30 @@ class Coordinator:
             return
         if self._telemetry.timeline is not None and 0 in members:  # rank 0 alone records
             self._telemetry.record_request(key, rank)
-        if self._departed:
-            gone = [member for member in self._missing(key, entry) if member in self._departed]
-            if gone:
-                self._fail_departed(key, gone[0])
-                return
+        if self._departed and (gone := [each for each in self._missing(key, entry) if each in self._departed]):
+            self._fail_departed(key, gone[0])
+            return
         if is_new and len(self._pending) > 1:
             for rival in [Key(process_set, other, key.name) for other in tensor_kinds() if other != kind]:
                 if rival in self._pending:
-                    self._fail([key, rival], self._other_kind_text(key, rival))
+                    listed = "; ".join(
+                        f"rank {', '.join(map(str, sorted(self._pending[k].requests)))} sent {k.kind}"
+                        for k in (rival, key)
+                    )
+                    text = f"Mismatched operations for '{key.name}': {listed}.\n{SAME_CALLS}"
+                    self._fail([key, rival], text)  # a mistake on one of the ranks
                     return
         wrong = KINDS[kind].wrong
-        problem = None if wrong is None else wrong(key, rank, request, len(members))
-        if problem is not None:  # clear without the requests of other ranks
-            self._fail([key], problem)
+        if wrong is not None and (problem := wrong(key, rank, request, len(members))) is not None:
+            self._fail([key], problem)  # clear without the requests of other ranks
             return
         if len(entry.requests) + len(self._joined) >= len(members):
             self._check_complete(key)
-
-    def _other_kind_text(self, key: Key, rival: Key) -> str:
-        """Return the error for two kinds of operation under one name, a mistake on one of the ranks."""
-        listed = "; ".join(
-            f"rank {', '.join(map(str, sorted(self._pending[k].requests)))} sent {k.kind}" for k in (rival, key)
-        )
-        return f"Mismatched operations for '{key.name}': {listed}.\n{SAME_CALLS}"
 
     def _missing(self, key: Key, entry: PendingOperation) -> list[int]:
         """Return the members that have neither asked nor joined."""
         members, joined = self.members.get(key.process_set, []), self._joined if key.process_set == 0 else ()
         return [rank for rank in members if rank not in entry.requests and rank not in joined]
-
-    def _missing_from(self, key: Key) -> list[int]:
-        entry = self._pending.get(key)
-        return [] if entry is None else self._missing(key, entry)
 
     def _break_dead_lock(self, rank: int, message: messages.Waits) -> None:
         dead_lock = self._dead_locks.report(rank, message)
@@ -179,10 +156,8 @@ class Coordinator:
             absent = [rank for rank in members if rank not in entry.requests]
         problem = KINDS[key.kind].mismatch(key, entry.requests)
         if problem is None and absent and KINDS[key.kind].joined is None:
-            problem = (
-                f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
-                f"{for_joined(key.name)}"
-            )
+            fact = f"{key}: {key.kind} is not supported with Join at this time; rank {absent} has joined."
+            problem = f"{fact}{for_joined(key.name)}"
         if problem is not None:
             self._fail([key], problem)
             return
@@ -197,8 +172,7 @@ class Coordinator:
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
         rejection = Rejection(text, cause, keys, members - requesters - set(self._departed) - joined, left)
         for key in keys:
-            entry = self._pending.pop(key)
-            for rank in sorted(entry.requests):
+            for rank in sorted(self._pending.pop(key).requests):
                 self._reject(rank, key, rejection)
             if rejection.unnotified:
                 self._rejections.setdefault(key, []).append(rejection)
@@ -227,11 +201,11 @@ class Coordinator:
         self._joined[rank] = None
         self._assignments.forget_recurring()
         self._fail_join()
-        everyone = self.members[0]
         for key in [key for key in self._pending if key.process_set == 0]:
             self._check_complete(key)
         # Operations that waited for this rank run before the others learn of the join, or they would run after its end.
         self._run_ready()
+        everyone = self.members[0]
         if len(self._joined) == len(everyone):
             self._joined.clear()
             self._forget_rejections(0)
@@ -243,26 +217,24 @@ class Coordinator:
         """Fail the join if a rank has left: it can never end."""
         if self._departed:
             gone, reason = next(iter(self._departed.items()))
-            text = (
-                f"hvd.join() waits for rank {gone}, which has left the job: {reason}.\n"
-                f"HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {gone} printed."
-            )
-            self.outgoing.append((list(self._joined), messages.JoinFailed(text)))
+            failed = messages.JoinFailed(JOIN_LEFT.format(rank=gone, reason=reason))
+            self.outgoing.append((list(self._joined), failed))
             for rank in [rank for rank in self._joined if rank not in self._departed]:
                 del self._joined[rank]
 
     def _run(self, batch: list[tuple[Key, PendingOperation]]) -> None:
         """Send every member the order to run these operations under the next sequence number."""
         self._sequence += 1
-        first_key = batch[0][0]
-        kind, members = KINDS[first_key.kind], list(self.members[first_key.process_set])
-        names, decide = [], kind.decide
+        process_set, kind_name, _ = batch[0][0]
+        kind, members = KINDS[kind_name], list(self.members[process_set])
+        names, decide, all_asked = [], kind.decide, True
         for key, entry in batch:
+            all_asked &= len(entry.requests) == len(members)
             names.append([key.name, None if decide is None else decide(self._assignments, key, entry.requests)])
             if kind.ends_process_set:
                 self._remove(entry.signature["id"])
-        run = (self._sequence, first_key.process_set, first_key.kind, names)
-        if any(len(entry.requests) < len(members) for _, entry in batch):
+        run = (self._sequence, process_set, kind_name, names)
+        if not all_asked:
             joined = [rank for rank in members if any(rank not in entry.requests for _, entry in batch)]
             members = [rank for rank in members if rank not in joined]
             # Ranks that have joined need the signatures to contribute zeros.

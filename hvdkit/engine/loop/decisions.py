@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit.engine.loop.messages import Waits
 from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.hints import for_dead_lock
 from hvdkit.engine.ops.requests import Key, Request, Signature
 
-# An estimate is enough to bound a batch, so every element counts as the widest real one.
-WIDEST_ELEMENT = 8
+WIDEST_ELEMENT = 8  # bytes, as which every element counts: an estimate is enough to bound a batch
 
 
 @dataclass(slots=True)
@@ -32,20 +31,16 @@ class PendingOperation:
 
 @dataclass
 class Rejection:
-    """An error of the operations under ``keys``. Each of the members ``unnotified`` gets it when it asks for one.
-
-    ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left the job, if one did.
-    """
+    """An error of the operations under ``keys``. Each of the members ``unnotified`` gets it when it asks for one."""
 
     text: str
-    cause: str
+    cause: str  # MISMATCH, LEFT or STALLED
     keys: list[Key]
     unnotified: set[int]
-    left: int | None = None
+    left: int | None = None  # the rank that left the job
 
 
-@dataclass(frozen=True)
-class Stall:
+class Stall(NamedTuple):
     """An operation that some ranks wait for and others have not submitted."""
 
     key: Key
@@ -57,23 +52,20 @@ class Stall:
 def batch_size(ready: Iterable[tuple[int, Signature]], threshold: int) -> int:
     """Return how many of the first operations, as (process set, signature), run as one batch: at least the first.
 
-    Operations of a batch are of one kind that fuses, of one dtype, in one process set, with the same reduction and
-    factors, of at most ``threshold`` bytes. No operation behind the first that runs by itself is read.
+    They are of a kind that fuses and alike but for shapes, with at most ``threshold`` bytes.
     """
     rest = iter(ready)
     process_set, first = next(rest)
-    nbytes = _fusible_bytes(first)
+    nbytes, count = _fusible_bytes(first), 1
     if nbytes is None:
         return 1
-    count = 1
     for other_set, signature in rest:
         more = _fusible_bytes(signature)
         if more is None or other_set != process_set or nbytes + more > threshold:
             break
         if _fusion_class(first) != _fusion_class(signature):
             break
-        nbytes += more
-        count += 1
+        nbytes, count = nbytes + more, count + 1
     return count
 
 
@@ -90,17 +82,7 @@ def _fusion_class(signature: Signature) -> tuple[Any, ...]:
     return (signature["dtype"][0], *(signature.get(name) for name in fields))
 
 
-@dataclass
-class Blocked:
-    """A rank whose only thread waits, for a named operation (``key``) or in a lane."""
-
-    message: Waits
-    key: Key | None
-    repeats: int = 0  # reports of this wait since another rank reported a new one
-
-
-@dataclass(frozen=True)
-class DeadLock:
+class DeadLock(NamedTuple):
     """The named operations, and the lanes with the ranks that wait in them, that a dead-lock ends."""
 
     text: str
@@ -109,59 +91,56 @@ class DeadLock:
 
 
 class DeadLocks:
-    """Finds ranks that wait for each other in different operations.
-
-    ``missing`` returns the ranks that a named operation waits for.
-    """
+    """Finds ranks that wait in different operations; ``missing`` returns those that a named operation waits for."""
 
     def __init__(self, missing: Callable[[Key], list[int]]) -> None:
         self._missing = missing
-        self._blocked: dict[int, Blocked] = {}
+        self._blocked: dict[int, Waits] = {}  # what ranks said whose only thread waits
+        self._repeats: dict[int, int] = {}  # how often, since another rank began to wait
 
     def report(self, rank: int, message: Waits) -> DeadLock | None:
         """Note that a rank's only thread waits, or goes on. Return the dead-lock that this shows, if any."""
         if message.at is None:
             self._blocked.pop(rank, None)
             return None
-        key = Key(*message.at) if isinstance(message.at, list) else None
         earlier = self._blocked.get(rank)
-        blocked = self._blocked[rank] = Blocked(message, key)
-        if earlier is not None and earlier.message.at == message.at:
-            blocked.repeats = earlier.repeats + 1
+        self._blocked[rank] = message
+        if earlier is not None and earlier.at == message.at:
+            self._repeats[rank] += 1
         else:
             # Earlier reports of other ranks may be out of date: a rank that reports late must not be taken for stuck.
-            for other in self._blocked.values():
-                other.repeats = 0
-        for peer in list(self._blocked):
+            self._repeats = dict.fromkeys(self._blocked, 0)
+        for peer in self._blocked:
             if peer != rank and self._wait_for_each_other(rank, peer):
                 return self._break(*sorted((rank, peer)))
         return None
 
-    def _waits_for(self, blocked: Blocked) -> list[int]:
-        return blocked.message.waits_for if blocked.key is None else self._missing(blocked.key)
+    def _waits_for(self, rank: int) -> list[int]:
+        message = self._blocked[rank]
+        return self._missing(Key(*message.at)) if isinstance(message.at, list) else message.waits_for
 
     def _wait_for_each_other(self, rank: int, peer: int) -> bool:
         """True if both wait in different operations that were meant to be the same, or one of them in a lane."""
-        blocked, other = self._blocked[rank], self._blocked[peer]
-        if blocked.message.at == other.message.at or not (blocked.repeats and other.repeats):
+        message, other = self._blocked[rank], self._blocked[peer]
+        if message.at == other.at or not (self._repeats[rank] and self._repeats[peer]):
             return False
-        if blocked.key is not None and other.key is not None and blocked.message.label != other.message.label:
+        if isinstance(message.at, list) and isinstance(other.at, list) and message.label != other.label:
             return False  # different names: a script may well submit the missing operation later, from elsewhere
-        return peer in self._waits_for(blocked) and rank in self._waits_for(other)
+        return peer in self._waits_for(rank) and rank in self._waits_for(peer)
 
     def _break(self, low: int, high: int) -> DeadLock:
         pair = [self._blocked[low], self._blocked[high]]
-        subjects = [blocked.message.subject for blocked in pair]
         text = (
-            f"Mismatched operations: rank {low} waits in {subjects[0]}, rank {high} waits in {subjects[1]}; "
-            f"each waits for the other.\n{for_dead_lock(subjects)}"
+            f"Mismatched operations: rank {low} waits in {pair[0].subject}, rank {high} waits in {pair[1].subject}; "
+            f"each waits for the other.\n{for_dead_lock([message.subject for message in pair])}"
         )
-        lanes = []
-        for rank, blocked in zip((low, high), pair, strict=True):
-            if isinstance(lane := blocked.message.at, int):
-                stuck = [member for member, other in self._blocked.items() if other.message.at == lane]
-                lanes.append((lane, stuck))
-                for member in stuck:
-                    self._blocked.pop(member)
-            self._blocked.pop(rank, None)
-        return DeadLock(text, list({blocked.key for blocked in pair if blocked.key is not None}), lanes)
+        keys, lanes, stuck = [], [], {low, high}
+        for message in pair:
+            if isinstance(message.at, list):
+                keys.append(Key(*message.at))
+            elif message.at is not None:
+                lanes.append((message.at, [member for member, at in self._blocked.items() if at.at == message.at]))
+                stuck.update(lanes[-1][1])
+        for rank in stuck:
+            self._blocked.pop(rank)
+        return DeadLock(text, keys, lanes)

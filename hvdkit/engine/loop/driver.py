@@ -10,23 +10,22 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from hvdkit.engine.loop.wakeup import Wakeup
+from hvdkit.config import Settings
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.telemetry import Statistics
 from hvdkit.transports.base import Transport
 
 if TYPE_CHECKING:
     from hvdkit.engine.session.rounds import Rounds
+    from hvdkit.kernels._native import Bell
 
-SHORTEST_PAUSE = 50e-6
 # No thread waits for the background thread, whose rounds take time from the computation: 1 % at 10 Gb/s.
-BACKGROUND_PAUSE = 300e-6
+SHORTEST_PAUSE, BACKGROUND_PAUSE = 50e-6, 300e-6
 # After a shorter wait a thread does not wake the background thread, which wakes by itself: that would cost as much.
 SHORT_VISIT = 0.004
 # An event-driven transport wakes its driver; the timeout only bounds how late a time-out is noticed.
 EVENT_PAUSE, EVENT_IDLE_PAUSE = 0.05, 0.5
-# How long ``stop`` waits for a round; only a round that is stuck in a library takes longer.
-ROUND_SECONDS = 30.0
+ROUND_SECONDS = 30.0  # for which ``stop`` waits for a round; only one that is stuck in a library takes longer
 
 
 def usable_cores() -> list[int]:
@@ -41,79 +40,76 @@ def spin_seconds(seconds: float, transport: Transport, topology: Topology) -> fl
     return seconds if topology.has_core_each else 0.0
 
 
-class Signal:
-    """A flag that one thread sleeps on and others set: a lock used as a semaphore, cheaper than threading.Event.
+class ThreadWakeup:
+    """A counter of rings on which threads of this process sleep, where the native Bell was not compiled.
 
-    ``wait`` returns when ``set`` was called since the last ``wait``, or after the timeout.
+    Read ``count``, look for work, then ``sleep`` with that count: a ring since then ends the sleep.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._rings = 0
+        self._rung = threading.Condition()
 
-    def set(self) -> None:
-        # Two threads may set it at once; the second finds it set already.
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
+    def count(self) -> int:
+        return self._rings
 
-    def wait(self, seconds: float) -> None:
-        self._lock.acquire(timeout=seconds)
+    def ring(self) -> None:
+        with self._rung:
+            self._rings += 1
+            self._rung.notify_all()
+
+    def sleep(self, seen: int, seconds: float, spin_seconds: float = 0.0) -> None:
+        with self._rung:
+            self._rung.wait_for(lambda: self._rings != seen, seconds)
+
+
+def new_wakeup() -> Bell | ThreadWakeup:
+    """Return a wake-up for the threads of this process."""
+    try:
+        from hvdkit.kernels._native import Bell
+    except ImportError:
+        return ThreadWakeup()
+    return Bell()
 
 
 class Driver:
-    """Runs the rounds of the engine, from one thread at a time.
+    """Runs the rounds of the engine, from one thread at a time. A rank alone has no background thread."""
 
-    ``alone``: there is no other rank, so no background thread is needed, and a thread that submits an operation drives.
-    """
-
-    def __init__(
-        self,
-        wakeup: Wakeup,
-        polling: bool,
-        spin_seconds: float,
-        longest_pause: float,
-        idle_pause: float,
-        statistics: Statistics,
-        alone: bool,
-    ) -> None:
+    def __init__(self, transport: Transport, spin_seconds: float, settings: Settings, statistics: Statistics) -> None:
         self.inbox: deque[Callable[[], None]] = deque()  # done at the start of the next round; any thread may append
-        self.looks_at_once = alone
+        self.looks_at_once = transport.size == 1
         self._statistics = statistics
         self._rounds: Rounds | None = None
-        self._wakeup = wakeup  # rung by threads of this rank and by ranks of its node
-        self._polling = polling
-        self._spin = spin_seconds
-        self._longest_pause = max(longest_pause, SHORTEST_PAUSE)
+        self._wakeup = transport.wakeup or new_wakeup()  # rung by threads of this rank and by ranks of its node
+        self._polling, self._spin = transport.polling, spin_seconds
+        self._longest_pause = max(settings.cycle_time_ms * 1e-3, SHORTEST_PAUSE)
         self._background_pause = min(BACKGROUND_PAUSE, self._longest_pause)
-        self._idle_pause = idle_pause
+        self._idle_pause = settings.idle_poll_ms * 1e-3
         self._turn = threading.Lock()  # held during a round
-        self._guests = 0  # threads that wait for something and drive meanwhile
-        self._guest_since = 0.0
+        self._guests, self._guest_since = 0, 0.0  # threads that wait for something and drive meanwhile
         self._guests_lock = threading.Lock()
-        self._last_guest_left = Signal()
+        self._last_guest_left = threading.Event()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._serve, name="hvdkit-engine", daemon=True)
 
     def start(self, rounds: Rounds) -> None:
         """Drive ``rounds`` from now on."""
         self._rounds = rounds
-        if self.looks_at_once:
-            return
-        self._thread = threading.Thread(target=self._serve, name="hvdkit-engine", daemon=True)
-        self._thread.start()
+        if not self.looks_at_once:
+            self._thread.start()
 
     def stop(self) -> None:
         """End the background thread after its present round, or leave it behind where that does not end."""
         self._stopping = True
         self._last_guest_left.set()
         self._wakeup.ring()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if not self.looks_at_once and self._thread is not threading.current_thread():
             self._thread.join(ROUND_SECONDS)
 
     def wake(self) -> None:
         """Have a round run soon: by the background thread, or by the calling thread if there is none."""
         if self.looks_at_once:
-            self.drive_until(self._inbox_is_empty)
+            self.drive_until(lambda: not self.inbox)
         else:
             self._wakeup.ring()
 
@@ -121,9 +117,6 @@ class Driver:
         """Have the next round call ``action``."""
         self.inbox.append(action)
         self.wake()
-
-    def _inbox_is_empty(self) -> bool:
-        return not self.inbox
 
     @contextlib.contextmanager
     def halted(self, seconds: float) -> Iterator[bool]:
@@ -178,6 +171,7 @@ class Driver:
             if self._guests:  # they drive
                 young = perf_counter() - self._guest_since < SHORT_VISIT
                 self._last_guest_left.wait(SHORT_VISIT / 4 if young else 0.1)
+                self._last_guest_left.clear()
                 continue
             if not self._turn.acquire(timeout=0.1):
                 continue

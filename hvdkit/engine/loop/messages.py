@@ -5,37 +5,30 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple, get_args
 
-# Causes of an operation's error.
-MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"
-
+MISMATCH, LEFT, STALLED = "mismatch", "left", "stalled"  # causes of an operation's error
 # Made once: json.dumps makes one for each message.
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-_DECODER = json.JSONDecoder()
+_ENCODER, _DECODER = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder()
 
 
 # -- to the coordinator -----------------------------------------------------------------------------------------------
 
 
 class NewSignature(NamedTuple):
-    """From here on the sender refers to a signature by its number."""
-
-    number: int
+    number: int  # by which the sender refers to the signature from here on
     signature: dict[str, Any]
 
 
 class Ask(NamedTuple):
-    """The sender takes part in an operation. ``signature``: the signature itself, or its number."""
+    """The sender takes part in an operation."""
 
-    signature: int | dict[str, Any]
+    signature: int | dict[str, Any]  # itself, or its number
     name: str
     detail: Any
 
 
 class LaneClosed(NamedTuple):
-    """The sender has closed a lane, and all ``sequence`` operations that it has begun there have ended."""
-
     lane: int
-    sequence: int
+    sequence: int  # the operations that the sender has begun in this lane; all of them have ended
 
 
 class Join(NamedTuple):
@@ -43,81 +36,66 @@ class Join(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """The sender's only thread waits in an operation, by its key, or in a lane, by its number. With None it goes on.
+    """The sender's only thread waits in an operation or a lane, or goes on."""
 
-    ``waits_for``: ranks; ``subject``: the operation for people; ``label``: the name that the user gave.
-    """
-
-    at: list[Any] | int | None
-    waits_for: list[int]
-    subject: str
-    label: str | None
+    at: list[Any] | int | None  # the operation's key, the lane's number; None: it goes on
+    waits_for: list[int]  # ranks
+    subject: str  # the operation for people
+    label: str | None  # the name that the user gave
 
 
 # -- from the coordinator ---------------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
-    """These operations run now. ``names``: [name, decision]; ``signatures``: for a rank that has not asked."""
+    """These operations run now."""
 
     sequence: int
     process_set: int
     kind: str
-    names: list[list[Any]]
-    signatures: list[dict[str, Any]] | None
+    names: list[list[Any]]  # [name, decision] of each
+    signatures: list[dict[str, Any]] | None  # for a rank that has not asked
 
 
 class Reject(NamedTuple):
-    """An operation fails. ``cause``: MISMATCH, LEFT or STALLED; ``left``: the rank that left."""
+    """An operation fails."""
 
     process_set: int
     kind: str
     name: str
     text: str
-    cause: str
-    left: int | None = None
+    cause: str  # MISMATCH, LEFT or STALLED
+    left: int | None = None  # the rank that left
 
 
 class Joined(NamedTuple):
-    """``rank`` takes part with zeros from now on."""
-
-    rank: int
+    rank: int  # which takes part with zeros from now on
 
 
 class JoinDone(NamedTuple):
-    """All ranks have joined, ``rank`` last."""
-
-    rank: int
+    rank: int  # the last; all ranks have joined
 
 
 class JoinFailed(NamedTuple):
-    """The join can never end."""
-
-    text: str
+    text: str  # why the join can never end
 
 
 # -- from anyone ------------------------------------------------------------------------------------------------------
 
 
 class LaneStarted(NamedTuple):
-    """The sender has started a lane's operations up to ``sequence``: a rank that has joined starts them too."""
-
     lane: int
-    sequence: int
+    sequence: int  # the sender has started the lane's operations up to it: a rank that has joined starts them too
 
 
 class LaneFailed(NamedTuple):
-    """A lane is of no use any more."""
-
-    lane: int
+    lane: int  # which is of no use any more
     text: str
 
 
 class Abandoned(NamedTuple):
-    """The sender will not use a step's results."""
-
     lane: int
-    step: int
+    step: int  # whose results the sender will not use
 
 
 class Ping(NamedTuple):
@@ -129,14 +107,12 @@ class Pong(NamedTuple):
 
 
 class Bye(NamedTuple):
-    """The sender leaves the job. ``code``: the exit code that the job shall have, 0 if nothing failed."""
-
-    reason: str
-    code: int
+    reason: str  # why the sender leaves the job
+    code: int  # the exit code that the job shall have, 0 if nothing failed
 
 
 class Left(NamedTuple):
-    """The goodbye of another rank, passed on."""
+    """A goodbye of another rank, passed on."""
 
     rank: int
     reason: str
@@ -144,17 +120,15 @@ class Left(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """``rank`` (None: unknown) is lost, or it ``lives`` and its engine has failed."""
-
-    rank: int | None
-    lives: bool
+    rank: int | None  # None: unknown
+    lives: bool  # its engine has failed; otherwise it is lost
     text: str
 
 
-ToCoordinator = NewSignature | Ask | LaneClosed | Join | Waits
-FromCoordinator = Run | Reject | Joined | JoinDone | JoinFailed
-FromAnyone = LaneStarted | LaneFailed | Abandoned | Ping | Pong | Bye | Left | Lost
-Message = ToCoordinator | FromCoordinator | FromAnyone
+Message = (
+    NewSignature | Ask | LaneClosed | Join | Waits | Run | Reject | Joined | JoinDone | JoinFailed
+    | LaneStarted | LaneFailed | Abandoned | Ping | Pong | Bye | Left | Lost
+)  # fmt: skip
 _CLASSES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
 
 

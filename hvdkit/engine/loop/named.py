@@ -16,53 +16,11 @@ from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.ops import KINDS, tensor_kinds
 from hvdkit.engine.ops.batch import DeviceArray, Handle, Submission
-from hvdkit.engine.ops.requests import Call, Key, ReduceRequest, Signature, automatic_key
+from hvdkit.engine.ops.requests import Call, Key, ReduceRequest, Signature, automatic_name
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import DuplicateNameError, HorovodInternalError, PeerFailedError, PeerLostError
 from hvdkit.kernels import NAMES
-
-
-class Submissions(dict[Key, Submission]):
-    """The operations that this rank has submitted and that do not run yet. Only the driver removes entries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._automatic: dict[tuple[str, int], int] = {}
-        self._lock = threading.Lock()
-
-    def key_for(self, kind: str, call: Call) -> Key:
-        """Return the key of an operation. An operation without a name gets a number unless ``call`` has one."""
-        if call.name is not None:
-            return Key(call.process_set_id, kind, call.name)
-        number = self.count(kind, call.process_set_id) if call.number is None else call.number
-        return automatic_key(call.process_set_id, kind, number)
-
-    def count(self, kind: str, process_set_id: int) -> int:
-        """Return the next number for an operation without a name."""
-        with self._lock:
-            number = self._automatic[kind, process_set_id] = self._automatic.get((kind, process_set_id), -1) + 1
-        return number
-
-    def enter(self, submission: Submission) -> None:
-        """Add a submission. Raises DuplicateNameError if an operation of that name is in flight."""
-        key = submission.key
-        with self._lock:
-            for other in () if not self else tensor_kinds() if KINDS[key.kind].carries_tensors else (key.kind,):
-                if key._replace(kind=other) in self:
-                    raise _duplicate_name(key.kind, other, key.name)
-            self[key] = submission
-
-    def fail(self, error: HorovodInternalError) -> None:
-        """End all submissions with ``error``."""
-        with self._lock:
-            for submission in self.values():
-                submission.handle.fail(error)
-            self.clear()
-
-    def restart_counting(self) -> None:
-        """Number the global set's operations without a name from 0 again, of which ranks made different numbers."""
-        self._automatic = {counted: count for counted, count in self._automatic.items() if counted[1] != 0}
 
 
 def _duplicate_name(kind: str, other: str, name: str) -> DuplicateNameError:
@@ -77,37 +35,50 @@ class NamedOperations:
     """The named operations of one engine.
 
     Arrays are numpy arrays, C-contiguous. Where allreduce, broadcast and allgather take DeviceArrays, the result's
-    arrays are tensors of the device or, if these ranks have no collectives of it, numpy arrays.
-    ``submitting`` is called for each operation.
+    arrays are tensors of the device or, if these ranks have no collectives of it, numpy arrays. ``submissions``:
+    operations of this rank that do not run yet; only the driver removes them.
     """
 
     def __init__(
         self,
         groups: Groups,
-        submissions: Submissions,
+        submissions: dict[Key, Submission],
         driver: Driver,
         negotiation: Negotiation,
         waiting: WaitingThreads,
         telemetry: Telemetry,
-        submitting: Callable[[], None] | None,
     ) -> None:
         self.groups = groups
         self._submissions, self._driver, self._negotiation = submissions, driver, negotiation
-        self._waiting, self._telemetry, self._submitting = waiting, telemetry, submitting
+        self._waiting, self._telemetry = waiting, telemetry
+        self.submitting: Callable[[], None] | None = None  # called for each operation
         self._mailbox, self._rank = negotiation.mailbox, negotiation.mailbox.topology.rank
+        self._counts: dict[tuple[str, int], int] = {}  # of operations without a name, by kind and process set
+        self._lock = threading.Lock()
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """End all submissions with ``error``."""
+        with self._lock:
+            for submission in self._submissions.values():
+                submission.handle.fail(error)
+            self._submissions.clear()
+
+    def restart_counting(self) -> None:
+        """Number the global set's operations without a name from 0 again, of which ranks made different numbers."""
+        self._counts = {counted: count for counted, count in self._counts.items() if counted[1] != 0}
+
+    def _count(self, kind: str, process_set_id: int) -> int:
+        """Return the next number for an operation without a name."""
+        with self._lock:
+            number = self._counts[kind, process_set_id] = self._counts.get((kind, process_set_id), -1) + 1
+        return number
 
     def check_usable(self) -> None:
-        """Raise HorovodInternalError if this engine cannot communicate any more.
-
-        PeerLostError and PeerFailedError keep their class: the loss may have been noticed between two operations.
-        """
-        error = self._mailbox.error
-        if error is None:
+        """Raise an error, of the class of the first, if this engine cannot communicate any more."""
+        if (error := self._mailbox.error) is None:
             return
-        text = (
-            f"hvdkit cannot communicate any more: {error}\n"
-            "HINT: call hvd.shutdown() and hvd.init() on all ranks that are left, or restart the job."
-        )
+        hint = "HINT: call hvd.shutdown() and hvd.init() on all ranks that are left, or restart the job."
+        text = f"hvdkit cannot communicate any more: {error}\n{hint}"
         if isinstance(error, PeerLostError | PeerFailedError):
             raise type(error)(text, error.rank) from error
         raise HorovodInternalError(text) from error
@@ -124,24 +95,34 @@ class NamedOperations:
     ) -> Handle:
         """Announce an operation, of a kind in ``ops``, to all ranks of a process set.
 
-        ``fields`` must match on all ranks; ``detail`` is sent to the coordinator and may differ.
+        ``fields`` must match on all ranks; ``detail`` is sent to the coordinator and may differ. Raises
+        DuplicateNameError if an operation of that name is in flight.
         """
-        self.check_usable()
-        if self._submitting is not None:
-            self._submitting()
-        members = self.groups.ranks.get(call.process_set_id)
+        if self._mailbox.error is not None:
+            self.check_usable()
+        if self.submitting is not None:
+            self.submitting()
+        name, process_set_id = call.name, call.process_set_id
+        members = self.groups.ranks.get(process_set_id)
         if members is None or self._rank not in members:
             fact = "does not exist" if members is None else f"has the ranks {members}"
             raise ValueError(
-                f"{kind}: rank {self._rank} is not in process set {call.process_set_id}, which {fact}.\n"
+                f"{kind}: rank {self._rank} is not in process set {process_set_id}, which {fact}.\n"
                 "HINT: call it only where process_set.included() is true."
             )
-        key = self._submissions.key_for(kind, call)
-        signature = {"kind": kind, "ps": call.process_set_id, **fields}
+        if name is None:
+            name = automatic_name(kind, self._count(kind, process_set_id) if call.number is None else call.number)
+        key = Key(process_set_id, kind, name)
         handle = Handle(key, call.name, self._waiting)
+        signature = {"kind": kind, "ps": process_set_id, **fields}
         values = None if sources is None else list(sources)
         submission = Submission(key, signature, list(arrays), detail, handle, values, codec)
-        self._submissions.enter(submission)
+        with self._lock:
+            if self._submissions:
+                for other in tensor_kinds() if KINDS[kind].carries_tensors else (kind,):
+                    if key._replace(kind=other) in self._submissions:
+                        raise _duplicate_name(kind, other, name)
+            self._submissions[key] = submission
         if arrays and isinstance(arrays[0], DeviceArray):
             self.groups.device = arrays[0].device
         self._waiting.submitters.add(get_ident())
@@ -161,58 +142,49 @@ class NamedOperations:
     ) -> Handle:
         """Reduce each array in place over the ranks of a process set; several arrays are one operation.
 
-        ``sources``: arrays of the same shapes that hold the values, where the arrays only take the results. They must
-        not change until the operation is done.
+        ``sources``: arrays of the same shapes that hold the values until the operation is done, if not ``arrays``.
         """
         repetitions = self.groups.repetitions.get(call.process_set_id)
         if repetitions and len(arrays) == 1 and self._mailbox.error is None:
             if call.name is None:
-                call = call._replace(number=self._submissions.count("allreduce", call.process_set_id))
+                call = call._replace(number=self._count("allreduce", call.process_set_id))
             elif call.name in repetitions.under_way:
                 raise _duplicate_name("allreduce", "allreduce", call.name)
             # An operation in flight may have the same name, which is an error.
             negotiates = call.wake or bool(self._submissions) or self._telemetry.timeline is not None
             self._waiting.submitters.add(get_ident())
-            began = perf_counter()
-            source = None if sources is None else sources[0]
+            began, source = perf_counter(), None if sources is None else sources[0]
             done = repetitions.reduce(arrays[0], source, request, call, negotiates)
             self._telemetry.statistics.waited(perf_counter() - began)
             if done:
-                if self._submitting is not None:
-                    self._submitting()
+                if self.submitting is not None:
+                    self.submitting()
                 handle = Handle("an allreduce", call.name, self._waiting)
                 handle.finish(arrays)
                 return handle
-        fields = {**_described(arrays), **request.signature(), **_device_fields(arrays, call)}
+        fields = {**_described(arrays, call), **request.signature()}
         return self.submit("allreduce", arrays, fields, call, None, sources, request.codec)
 
     def allgather(self, arrays: Sequence[Array | DeviceArray], call: Call) -> Handle:
         """Concatenate each array over the ranks along its first dimension; the result is a list of new arrays."""
-        fields = {
-            "dtype": [_dtype_name(array) for array in arrays],
-            "shape": [["*", *array.shape[1:]] for array in arrays],
-            **_device_fields(arrays, call),
-        }
+        fields = _described(arrays, call, any_rows=True)
         return self.submit("allgather", arrays, fields, call, [array.shape[0] for array in arrays])
 
     def broadcast(self, arrays: Sequence[Array | DeviceArray], root_rank: int, call: Call) -> Handle:
         """Replace each array in place by that of ``root_rank`` (a global rank)."""
-        fields = {**_described(arrays), "root": int(root_rank), **_device_fields(arrays, call)}
-        return self.submit("broadcast", arrays, fields, call)
+        return self.submit("broadcast", arrays, {**_described(arrays, call), "root": int(root_rank)}, call)
 
     def alltoall(self, array: Array, splits: list[int] | str | None, call: Call) -> Handle:
         """Send ``splits[p]`` rows to rank p; the result is (rows received, rows that came from each rank).
 
-        Pass a text as ``splits`` to describe what is wrong with the user's splits: this rank cannot take part, and the
-        operation fails on all ranks at once.
+        A text as ``splits`` describes what is wrong with the user's: the operation fails on all ranks at once.
         """
-        fields = {"dtype": [_dtype_name(array)], "shape": [["*", *array.shape[1:]]], "device": call.device}
         detail = splits if isinstance(splits, str) else [array.shape[0], splits]
-        return self.submit("alltoall", [array], fields, call, detail)
+        return self.submit("alltoall", [array], _described([array], call, any_rows=True), call, detail)
 
     def reducescatter(self, arrays: Sequence[Array], request: ReduceRequest, call: Call) -> Handle:
         """Reduce each array (its contents are used up); the result is this rank's rows of each."""
-        fields = {**_described(arrays), **request.signature(), "device": call.device}
+        fields = {**_described(arrays, call), **request.signature()}
         return self.submit("reducescatter", arrays, fields, call, codec=request.codec)
 
     def barrier(self, process_set_id: int) -> Handle:
@@ -226,28 +198,20 @@ class NamedOperations:
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:
         """Return the id of a new process set, or None if a set of these ranks exists. Collective over all ranks."""
-        handle = self.submit("add_process_set", [], {"ranks": list(ranks)}, Call(None, wake=False))
-        result: int | None = handle.wait()
-        return result
+        call = Call(None, wake=False)
+        return self.submit("add_process_set", [], {"ranks": list(ranks)}, call).wait()  # type: ignore[no-any-return]
 
     def remove_process_set(self, process_set_id: int) -> bool:
         """Remove a process set; return False if there was none. Collective over all ranks."""
-        handle = self.submit("remove_process_set", [], {"id": process_set_id}, Call(None, wake=False))
-        return bool(handle.wait())
+        return bool(self.submit("remove_process_set", [], {"id": process_set_id}, Call(None, wake=False)).wait())
 
 
-def _described(arrays: Sequence[Array | DeviceArray]) -> Signature:
-    dtypes, shapes = [], []
+def _described(arrays: Sequence[Array | DeviceArray], call: Call, any_rows: bool = False) -> Signature:
+    """Return the fields that describe arrays. ``any_rows``: first dimensions may differ between ranks."""
+    fields: Signature = {"dtype": [], "shape": [], "device": call.device}
     for array in arrays:
-        dtypes.append(_dtype_name(array))
-        shapes.append(list(array.shape))
-    return {"dtype": dtypes, "shape": shapes}
-
-
-def _dtype_name(array: Array | DeviceArray) -> str:
-    return array.dtype if isinstance(array.dtype, str) else NAMES[array.dtype]
-
-
-def _device_fields(arrays: Sequence[Array | DeviceArray], call: Call) -> Signature:
-    """Return the device, and "direct" if the tensors stay there."""
-    return {"device": call.device, **({"direct": True} if isinstance(arrays[0], DeviceArray) else {})}
+        fields["dtype"].append(array.dtype if isinstance(array.dtype, str) else NAMES[array.dtype])
+        fields["shape"].append(["*", *array.shape[1:]] if any_rows else list(array.shape))
+    if arrays and isinstance(arrays[0], DeviceArray):
+        fields["direct"] = True
+    return fields

@@ -1,9 +1,9 @@
-"""Control messages of this rank: sending them, the way to the coordinator, and the ranks that have left."""
+"""Control messages of this rank, the ranks that have left, and the way to the coordinator."""
 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from time import monotonic
 
 from hvdkit.engine.loop.coordinator import Coordinator
@@ -14,7 +14,6 @@ from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.batch import Submission
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.telemetry.liveness import Liveness
-from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transport
 
@@ -34,23 +33,17 @@ class Mailbox:
         driver: Driver,
         leftover: list[tuple[int, bytes]],
     ) -> None:
-        self.topology = topology
-        self.liveness = liveness
-        self._driver = driver
+        self.topology, self.liveness, self._driver = topology, liveness, driver
         self.departed: dict[int, str] = {}  # the ranks that said goodbye, and why they left
         self.departed_at: dict[int, float] = {}
         self.error: HorovodInternalError | None = None  # the reason why this rank cannot communicate any more
         self.failed_with = 0  # the exit code of the rank that failed first, as far as any rank has sent one
         self.relay = Relay(transport, topology.nodes, leftover)
-        # Without a relay the transport is asked directly.
         self.poll = self.relay.poll if leftover or len(topology.nodes) > 1 else transport.poll_control
         self._rank = topology.rank
 
     def tell(self, ranks: Iterable[int], message: Message) -> None:
-        """Send to those of ``ranks`` that are others. A rank that has left gets no message but goodbyes and answers.
-
-        An unreachable rank raises no error here: the watch looks for lost ranks.
-        """
+        """Send to those of ``ranks`` that are others, and have not left unless it is a goodbye or an answer."""
         departed = () if isinstance(message, (Bye, Pong)) else self.departed
         receivers = []
         for rank in ranks:  # a loop, since each small operation passes here
@@ -60,7 +53,6 @@ class Mailbox:
             self.relay.send(receivers, encode(message))
 
     def tell_everyone(self, message: Message) -> None:
-        """Send to all other ranks."""
         self.tell(range(self.topology.size), message)
 
     def tell_later(self, ranks: Iterable[int], message: Message) -> None:
@@ -83,10 +75,6 @@ class Mailbox:
             ended = [rank for rank, at in self.departed_at.items() if now - at > PASSING_ON_SECONDS]
             self.relay.avoid(ended, SETTLING_SECONDS)
 
-    def is_neighbour(self, rank: int) -> bool:
-        """True if ``rank`` sends to this rank directly, so that its goodbye comes before the end of the connection."""
-        return rank in self.relay.neighbours()
-
     def on_the_way_to(self, ranks: Iterable[int]) -> set[int]:
         """Return the ranks that pass on messages for ``ranks``."""
         return {relay for rank in ranks for relay in self.relay.routes.on_the_way_to(rank)}
@@ -97,47 +85,29 @@ class Mailbox:
 
 
 class Negotiation:
-    """The way to the coordinator, and on rank 0 the coordinator itself, which gets its own rank's messages directly.
+    """The way to ``coordinator``, None but on rank 0; it remembers ``cache_capacity`` signatures of a rank."""
 
-    ``cache_capacity``: how many signatures the coordinator remembers for this rank.
-    """
-
-    def __init__(
-        self,
-        driver: Driver,
-        mailbox: Mailbox,
-        transport: Transport,
-        fusion_threshold: int,
-        cache_capacity: int,
-        static_process_sets: Sequence[list[int]],
-        telemetry: Telemetry,
-    ) -> None:
-        self._driver, self.mailbox = driver, mailbox
-        self._rank = transport.rank
+    def __init__(self, driver: Driver, mailbox: Mailbox, cache_capacity: int, coordinator: Coordinator | None) -> None:
+        self._driver, self.mailbox, self.coordinator = driver, mailbox, coordinator
         self._cache_capacity = cache_capacity
         self._cached: dict[bytes, int] = {}
-        self.coordinator: Coordinator | None = None
-        if self._rank == 0:
-            self.coordinator = Coordinator(transport.size, fusion_threshold, telemetry, static_process_sets)
 
     def announce(self, submission: Submission) -> None:
         """Ask the coordinator to run a submission."""
-        signature = submission.signature
-        name, detail = submission.key.name, submission.detail
-        # A signature that is used once would only push out those that come again.
-        if not KINDS[signature["kind"]].comes_again or self._rank == 0:
-            self.send_to_coordinator(Ask(signature, name, detail))
+        signature, name, detail = submission.signature, submission.key.name, submission.detail
+        if self.coordinator is not None:
+            self.coordinator.receive(0, Ask(signature, name, detail), monotonic())
             return
-        # A key that stays in this process. Version 2 of marshal gives equal bytes for equal values.
-        content = marshal.dumps(signature, 2)
-        number = self._cached.get(content)
-        if number is None:
-            if len(self._cached) >= self._cache_capacity:
-                self.send_to_coordinator(Ask(signature, name, detail))
-                return
-            number = self._cached[content] = len(self._cached)
-            self.send_to_coordinator(NewSignature(number, signature))
-        self.send_to_coordinator(Ask(number, name, detail))
+        number = None
+        # A signature that is used once would only push out those that come again.
+        if KINDS[signature["kind"]].comes_again:
+            # A key that stays in this process. Version 2 of marshal gives equal bytes for equal values.
+            content = marshal.dumps(signature, 2)
+            number = self._cached.get(content)
+            if number is None and len(self._cached) < self._cache_capacity:
+                number = self._cached[content] = len(self._cached)
+                self.mailbox.tell([0], NewSignature(number, signature))
+        self.mailbox.tell([0], Ask(signature if number is None else number, name, detail))
 
     def send_to_coordinator(self, message: Message) -> None:
         if self.coordinator is not None:

@@ -26,22 +26,16 @@ class Operation:
         members: Sequence[int] = (),
         on_fail: Callable[[HorovodInternalError], None] = lambda error: None,
     ) -> None:
-        self._what = what
-        self.since = monotonic()
-        self._steps = steps
-        self._transport = transport
-        self._on_done = on_done
+        self._what, self._steps, self._transport, self._on_done = what, steps, transport, on_done
         self.members = members
         self.fail = on_fail  # ends the waits for this operation
+        self.since = monotonic()
         self._pending: list[Transfer] = []
         self._broken: PeerLostError | None = None
         self.broken_at = 0.0  # when a transfer first said that a peer is lost
 
     def advance(self) -> bool | None:
-        """Go as far as possible. Return True if finished, False if it went on, None if nothing came in.
-
-        Raises the error of a transfer or of the collective.
-        """
+        """Go as far as possible. Return True if finished, False if it went on, None if nothing came in."""
         if self._broken is not None:
             raise self._broken
         moved: bool | None = None
@@ -72,22 +66,19 @@ class Operation:
         return str(self._what)
 
     def awaited_peers(self) -> set[int]:
-        """Return the ranks whose transfers are not done; all members if a device's collective does not name them."""
+        """Return the ranks whose transfers are not done; all members if a device's collective names none."""
         peers: set[int] = set()
         for transfer in self._pending:
-            if not self._is_done(transfer):
-                several = getattr(transfer, "awaited", None)
-                peers.update([transfer.peer] if several is None else several())
+            try:
+                if transfer.done():
+                    continue
+            except PeerLostError as error:
+                # Kept for ``advance``, whose caller knows whether the peer has left. MPI reports it once, and reports
+                # the request as done ever after.
+                self._breaks(error)
+            several = getattr(transfer, "awaited", None)
+            peers.update([transfer.peer] if several is None else several())
         return peers.difference((-1,)).union(self.members) if -1 in peers else peers
-
-    def _is_done(self, transfer: Transfer) -> bool:
-        try:
-            return transfer.done()
-        except PeerLostError as error:
-            # Kept for ``advance``, whose caller knows whether the peer has left. MPI reports it once, and reports the
-            # request as done ever after.
-            self._breaks(error)
-            return False
 
     def _breaks(self, error: PeerLostError) -> None:
         if self._broken is None:

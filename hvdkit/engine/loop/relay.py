@@ -1,6 +1,6 @@
 """Routes of control messages: a node's ranks reach other nodes through one of them, the speaker, and through rank 0.
 
-So rank 0 has a connection to each node, not to each rank. If a speaker is gone, the next rank of its node takes over.
+If a speaker is gone, the next rank of its node takes over.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ class Routes:
     def __init__(self, rank: int, nodes: Sequence[Sequence[int]], gone: Collection[int] = ()) -> None:
         self.rank = rank
         self.size = sum(map(len, nodes))
-        self._nodes = nodes
-        first = {node: next((member for member in node if member not in gone), node[0]) for node in map(tuple, nodes)}
-        self._speaker = [0] * self.size
-        self._node = [0] * self.size
-        for number, node in enumerate(first):
+        self._speaker, self._node = [0] * self.size, [0] * self.size
+        for number, node in enumerate(nodes):
+            speaker = next((member for member in node if member not in gone), node[0])
             for member in node:
-                self._speaker[member], self._node[member] = first[node], number
+                self._speaker[member], self._node[member] = speaker, number
         # Rank 0 until it is gone, also for ranks that no other rank needs any more.
         self.hub = next((member for member in range(self.size) if member not in gone), 0)
 
@@ -60,16 +58,11 @@ class Routes:
 
 
 class Relay:
-    """The sender of this rank's messages along their routes, which also passes on messages of other ranks.
-
-    ``leftover``: messages that have come in already.
-    """
+    """The sender of this rank's messages, which passes on others'. ``leftover``: messages that have come in already."""
 
     def __init__(self, transport: Transport, nodes: Sequence[Sequence[int]], leftover: list[tuple[int, bytes]]) -> None:
-        self._transport = transport
-        self._rank = transport.rank
-        self._nodes = nodes
-        self._leftover = leftover
+        self._transport, self._rank, self._nodes, self._leftover = transport, transport.rank, nodes, leftover
+        self._passes_on = len(nodes) > 1
         self._gone: frozenset[int] = frozenset()
         self._by_next: dict[int, int] = {}  # bit set of the receivers behind each rank that messages are sent to
         self._turned = 0  # bit set of the receivers whose route has changed
@@ -88,7 +81,6 @@ class Relay:
         for after, behind in ways.items():
             self._turned |= behind & ~self._by_next.get(after, 0)
         self._by_next = ways
-        self._passes_on = len(self._nodes) > 1
 
     def avoid(self, gone: Iterable[int], settling_seconds: float) -> None:
         """Route messages around these ranks. Later messages wait so long for those that are on their old route."""
@@ -98,9 +90,9 @@ class Relay:
             self._turn(Routes(self._rank, self._nodes, more))
             self._held_until = max(self._held_until, monotonic() + settling_seconds)
 
-    def neighbours(self) -> Collection[int]:
-        """Return the ranks to which this rank sends directly."""
-        return self._by_next.keys()
+    def is_neighbour(self, rank: int) -> bool:
+        """True if messages for ``rank`` are sent to it directly."""
+        return rank in self._by_next
 
     def send(self, receivers: Iterable[int], payload: bytes) -> None:
         """Send a message to other ranks."""
@@ -129,8 +121,7 @@ class Relay:
             for origin, bits, message in self._parts(sender, payload):
                 if bits >> self._rank & 1:
                     own.append((origin, message))
-                rest = bits & ~(1 << self._rank)
-                if rest:
+                if rest := bits & ~(1 << self._rank):
                     others.append((origin, rest, message))
         self._send(others)
         return own

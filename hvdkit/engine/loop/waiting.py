@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class WaitingThread:
-    """A thread that waits for ``subject`` since ``since``. The coordinator last heard of it at ``reported_at``."""
+    """A thread that waits for the result of ``subject``."""
 
     subject: Handle | Lane
     since: float
-    reported_at: float = 0.0
+    reported_at: float = 0.0  # when the coordinator last heard of it
     warned: bool = False
 
 
@@ -43,9 +43,8 @@ class WaitingThreads:
 
     def wait(self, subject: Handle | Lane, finished: Callable[[], bool]) -> None:
         """Drive the engine from the calling thread until ``finished()``. Raises ForkedChildError in a forked child."""
-        mailbox = self._negotiation.mailbox
         if os.getpid() != self._process:
-            raise ForkedChildError(mailbox.me(), self._process)
+            raise ForkedChildError(self._negotiation.mailbox.me(), self._process)
         thread = get_ident()
         self.submitters.add(thread)
         waiting = self.by_thread[thread] = WaitingThread(subject, monotonic())
@@ -53,7 +52,7 @@ class WaitingThreads:
             self._driver.drive_until(finished)
         finally:
             self.by_thread.pop(thread, None)
-            if waiting.reported_at and mailbox.error is None:
+            if waiting.reported_at and self._negotiation.mailbox.error is None:
                 self._negotiation.send_later(Waits(None, [], "", None))
 
     @contextmanager

@@ -1,28 +1,13 @@
-"""The operations that ranks negotiate, by kind. A new operation is a row here and a module of its own."""
+"""The operations that ranks negotiate, by kind. A new operation is a row here."""
 
 from hvdkit.engine.ops.agreements import ADD_PROCESS_SET, BARRIER, DETAILS, PLAN, REMOVE_PROCESS_SET
-from hvdkit.engine.ops.allgather import ALLGATHER
 from hvdkit.engine.ops.allreduce import ALLREDUCE
-from hvdkit.engine.ops.alltoall import ALLTOALL
 from hvdkit.engine.ops.batch import Batch, Kind, effective
-from hvdkit.engine.ops.broadcast import BROADCAST
-from hvdkit.engine.ops.reducescatter import REDUCESCATTER
+from hvdkit.engine.ops.exchanges import ALLGATHER, ALLTOALL, BROADCAST, REDUCESCATTER
 
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        ALLREDUCE,
-        ALLGATHER,
-        BROADCAST,
-        ALLTOALL,
-        REDUCESCATTER,
-        BARRIER,
-        DETAILS,
-        PLAN,
-        ADD_PROCESS_SET,
-        REMOVE_PROCESS_SET,
-    )
-}
+_TENSORS = ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER
+_AGREEMENTS = BARRIER, DETAILS, PLAN, ADD_PROCESS_SET, REMOVE_PROCESS_SET
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*_TENSORS, *_AGREEMENTS)}
 
 
 def tensor_kinds() -> list[str]:

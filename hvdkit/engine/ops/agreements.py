@@ -12,19 +12,15 @@ from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
 
 
-def plan_mismatch(key: Key, requests: Requests) -> str | None:
+def _plan_mismatch(key: Key, requests: Requests) -> str | None:
     """Return the error if the ranks' plans differ, with the first parameter that does."""
-    return mismatch(key, requests) or _slots_mismatch(
-        key, {rank: request.signature["slots"] for rank, request in sorted(requests.items())}
-    )
-
-
-def _slots_mismatch(key: Key, slots: dict[int, list[list[Any]]]) -> str | None:
-    counts = {rank: len(listed) for rank, listed in slots.items()}
-    for index in range(max(counts.values(), default=0)):
+    if (text := mismatch(key, requests)) is not None:
+        return text
+    slots: dict[int, list[list[Any]]] = {rank: request.signature["slots"] for rank, request in sorted(requests.items())}
+    for index in range(max(map(len, slots.values()), default=0)):
         here = {rank: listed[index] if index < len(listed) else None for rank, listed in slots.items()}
-        first = here[min(here)]
-        if all(value == first for value in here.values()):
+        first, *others = here.values()
+        if all(value == first for value in others):
             continue
         present = {rank: value for rank, value in here.items() if value is not None}
         if first is not None and len(present) == len(here) and all(s[:-1] == first[:-1] for s in present.values()):
@@ -46,77 +42,64 @@ def _slot_text(slot: Sequence[Any]) -> str:
     return f"'{name}' {dtype}{list(shape)}"
 
 
-def new_lane(assignments: Assignments, key: Key, requests: Requests) -> tuple[int, int | None] | None:
+def _is_complete(assignments: Assignments, key: Key, requests: Requests) -> bool:
+    return len(requests) == len(assignments.members[key.process_set])
+
+
+def _new_lane(assignments: Assignments, key: Key, requests: Requests) -> tuple[int, int | None] | None:
     """Return the id of the lane and its number in tags, or None if a rank has joined, which has nothing to register."""
-    is_complete = len(requests) == len(assignments.members[key.process_set])
-    return assignments.next_lane(key.process_set) if is_complete else None
+    return assignments.next_lane(key.process_set) if _is_complete(assignments, key, requests) else None
 
 
-def details(assignments: Assignments, key: Key, requests: Requests) -> tuple[bool, list[Any]]:
+def _details(assignments: Assignments, key: Key, requests: Requests) -> tuple[bool, list[Any]]:
     """Return whether no rank has joined, and the details of all other ranks, in rank order."""
-    is_complete = len(requests) == len(assignments.members[key.process_set])
-    return is_complete, [request.detail for _, request in sorted(requests.items())]
-
-
-def new_process_set(assignments: Assignments, key: Key, requests: Requests) -> int | None:
-    """Return the number of the new set, or None if there is a set of these ranks."""
-    return assignments.add_process_set(_signature(requests)["ranks"])
-
-
-def is_there(assignments: Assignments, key: Key, requests: Requests) -> bool:
-    """True if the set exists."""
-    return _signature(requests)["id"] in assignments.members
+    return _is_complete(assignments, key, requests), [request.detail for _, request in sorted(requests.items())]
 
 
 def _signature(requests: Requests) -> Signature:
     return next(iter(requests.values())).signature
 
 
-def added(groups: Groups, signature: Signature, result: Any) -> None:
-    """Add the set on this rank."""
+def _added(groups: Groups, signature: Signature, result: int | None) -> None:
     if result is not None:
-        groups.add(result, signature["ranks"])
+        groups.ranks[result] = list(signature["ranks"])
 
 
-def planned(groups: Groups, signature: Signature, result: Any) -> None:
+def _planned(groups: Groups, signature: Signature, result: Any) -> None:
     """Note on each rank that an agreement was put off because a rank has joined."""
     groups.plans_put_off |= result is None
 
 
-def gathered(groups: Groups, signature: Signature, result: tuple[bool, list[Any]]) -> None:
+def _gathered(groups: Groups, signature: Signature, result: tuple[bool, list[Any]]) -> None:
     """Note on each rank that an agreement was put off because a rank has joined."""
     groups.plans_put_off |= not result[0]
 
 
-def removed(groups: Groups, signature: Signature, result: Any) -> None:
-    """Remove the set on this rank."""
-    groups.remove(signature["id"])
-
-
 BARRIER = Kind("barrier", carries_tensors=False, joined=lambda signature: [])
 DETAILS = Kind(
-    "details",
-    carries_tensors=False,
-    comes_again=False,
-    joined=lambda signature: [],
-    decide=details,
-    ended=gathered,
+    "details", carries_tensors=False, comes_again=False, joined=lambda signature: [], decide=_details, ended=_gathered
 )
 PLAN = Kind(
     "plan",
     carries_tensors=False,
     comes_again=False,
-    mismatch=plan_mismatch,
+    mismatch=_plan_mismatch,
     joined=lambda signature: [],
-    decide=new_lane,
-    ended=planned,
+    decide=_new_lane,
+    ended=_planned,
 )
-ADD_PROCESS_SET = Kind("add_process_set", carries_tensors=False, comes_again=False, decide=new_process_set, ended=added)
+ADD_PROCESS_SET = Kind(
+    "add_process_set",
+    carries_tensors=False,
+    comes_again=False,
+    decide=lambda assignments, key, requests: assignments.add_process_set(_signature(requests)["ranks"]),
+    ended=_added,
+)
 REMOVE_PROCESS_SET = Kind(
     "remove_process_set",
     carries_tensors=False,
     comes_again=False,
-    decide=is_there,
+    decide=lambda assignments, key, requests: _signature(requests)["id"] in assignments.members,
     ends_process_set=True,
-    ended=removed,
+    ended=lambda groups, signature, result: groups.remove(signature["id"]),
 )

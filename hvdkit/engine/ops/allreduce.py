@@ -12,20 +12,20 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.adasum import adasum
 from hvdkit.collectives.compressed import allreduce_encoded
-from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.group import Array, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of, why_allreduce
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import Codec, CodecState
+from hvdkit.compression import CodecState
 from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests, Submission, effective
 from hvdkit.engine.ops.requests import Key, Signature, automatic_number
 from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.repetitions import Content, most_bytes
-from hvdkit.kernels import ReduceOp, Scale, as_real
+from hvdkit.kernels import ReduceOp, as_real
 from hvdkit.transports.base import DeviceCollectives
 
 
-def zeros_for(signature: Signature) -> list[Array]:
+def _zeros_for(signature: Signature) -> list[Array]:
     """Return the contribution of a rank that has joined."""
     return [
         np.zeros(shape, dtype=kernels.COMPLEX.get(name) or kernels.DTYPES[name])
@@ -33,15 +33,15 @@ def zeros_for(signature: Signature) -> list[Array]:
     ]
 
 
-def run(batch: Batch) -> Parts:
+def _run(batch: Batch) -> Parts:
     """Reduce all arrays of the batch; a large array travels in pieces that run side by side."""
-    pieces = pieces_of(batch)
+    pieces = _pieces_of(batch)
     if not pieces:
         return [_reduce_several(batch)]
-    return [_reduce_piece(batch, piece, batch.tag + 2 * number) for number, piece in enumerate(pieces)]
+    return [_reduce_piece(batch, slice(*piece), batch.tag + 2 * number) for number, piece in enumerate(pieces)]
 
 
-def run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[Any]]:
+def _run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[Any]]:
     """Reduce all arrays in one call of the device's library."""
     arrays: list[Any] = [array for submission in batch.submissions for array in submission.arrays]
     tensors = [array.tensor for array in arrays]
@@ -53,16 +53,14 @@ def run_on_device(collectives: DeviceCollectives, batch: Batch) -> Steps[list[An
     return [[array.tensor for array in submission.arrays] for submission in batch.submissions]
 
 
-def why(batch: Batch) -> str:
+def _why(batch: Batch) -> str:
     """Return the algorithm and the reason for it."""
-    return why_allreduce(batch.group, batch.nbytes, max(1, len(pieces_of(batch))), batch.codec)
+    nbytes = sum(array.nbytes for submission in batch.submissions for array in submission.arrays)
+    return why_allreduce(batch.group, nbytes, max(1, len(_pieces_of(batch))), batch.codec)
 
 
-def pieces_of(batch: Batch) -> list[tuple[int, int]]:
-    """Return the ranges (begin, end) of the only array of a batch that are each reduced in place.
-
-    Returns an empty list if there are several arrays, or the only one is not simply reduced.
-    """
+def _pieces_of(batch: Batch) -> list[tuple[int, int]]:
+    """Return the ranges of the only array of a batch to reduce in place; none if it is not simply reduced."""
     arrays, signature = batch.submissions[0].arrays, batch.signature
     if len(batch.submissions) > 1 or len(arrays) != 1 or not arrays[0].size:
         return []
@@ -76,22 +74,19 @@ def pieces_of(batch: Batch) -> list[tuple[int, int]]:
     return partition(numbers, count, array.itemsize // parts) if count > 1 else [(0, numbers)]
 
 
-def _reduce_piece(batch: Batch, piece: tuple[int, int], tag: int) -> Steps[list[Any]]:
+def _reduce_piece(batch: Batch, part: slice, tag: int) -> Steps[list[Any]]:
     """Reduce a range of the only array of an allreduce, and return the array. Uses ``tag`` and ``tag + 1``."""
-    group, submission, part = batch.group, batch.submissions[0], slice(*piece)
-    op, scale = batch.reduction()
-    flat = submission.arrays[0].reshape(-1)
-    source = submission.sources[0].reshape(-1) if submission.sources else None
-    if flat.dtype.kind == "c":
-        flat, source = as_real(flat), None if source is None else as_real(source)
-    source = None if source is None else source[part]
-    yield from _reduce_whole(group, flat[part], op, scale, submission, tag, _draw(group, submission.codec), source)
+    submission = batch.submissions[0]
+    flat = as_real(submission.arrays[0].reshape(-1))[part]
+    source = as_real(submission.sources[0].reshape(-1))[part] if submission.sources else None
+    yield from _reduce_whole(batch, flat, tag, _draw(batch), source)
     return [submission.arrays]
 
 
-def _draw(group: Group, codec: Codec) -> tuple[int, int]:
+def _draw(batch: Batch) -> tuple[int, int]:
     """Return the turns of an allreduce in the node's staging, (0, 0) if it does not go there."""
-    return (0, 0) if group.layout is None or codec.everywhere else group.layout.draw()
+    layout = batch.group.layout
+    return (0, 0) if layout is None or batch.codec.everywhere else layout.draw()
 
 
 def memory_of(submission: Submission, elements: int) -> CodecState:
@@ -104,18 +99,11 @@ def memory_of(submission: Submission, elements: int) -> CodecState:
 
 
 def _reduce_whole(
-    group: Group,
-    flat: Array,
-    op: ReduceOp,
-    scale: Scale,
-    submission: Submission,
-    tag: int,
-    turns: tuple[int, int],
-    source: Array | None = None,
+    batch: Batch, flat: Array, tag: int, turns: tuple[int, int], source: Array | None = None
 ) -> Steps[None]:
     """Reduce an array, in the memory of nodes if some ranks share one. A codec keeps nothing."""
-    codec = submission.codec
-    memory = memory_of(submission, flat.size) if codec.encodes else None
+    group, codec, (op, scale) = batch.group, batch.codec, batch.reduction()
+    memory = memory_of(batch.submissions[0], flat.size) if codec.encodes else None
     if group.layout is not None and not codec.everywhere:
         return layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
     if source is not None:
@@ -125,61 +113,47 @@ def _reduce_whole(
 
 def _reduce_several(batch: Batch) -> Steps[list[Any]]:
     """Reduce the arrays of each dtype: a single array in place, several fused."""
-    group, first, tag = batch.group, batch.submissions[0], batch.tag
-    op, scale = batch.reduction()
-    staged = op != ReduceOp.ADASUM
+    staged = batch.signature["op"] != ReduceOp.ADASUM
     by_dtype: dict[Any, list[Array]] = {}
     for submission in batch.submissions:
-        submission.gather_sources()
+        for array, source in zip(submission.arrays, submission.sources or [], strict=False):
+            array[...] = source  # all that follows works in place
         for array in submission.arrays:
             flat = as_real(array.reshape(-1))
             by_dtype.setdefault(flat.dtype, []).append(flat)
-    all_turns = [
-        _draw(group, first.codec) if staged and any(flat.size for flat in flats) else (0, 0)
-        for flats in by_dtype.values()
-    ]
+    all_turns = [_draw(batch) if staged and any(flat.size for flat in flats) else (0, 0) for flats in by_dtype.values()]
     for flats, turns in zip(by_dtype.values(), all_turns, strict=True):
         prescale = batch.signature["prescale"]
         if len(flats) == 1:
-            flat = flats[0]
             if prescale != 1.0:
-                kernels.scale_into(flat, flat, prescale)
-            yield from _reduce_flat(group, flat, [flat.size], op, scale, first, tag, turns)
+                kernels.scale_into(flats[0], flats[0], prescale)
+            yield from _reduce_flat(batch, flats[0], [flats[0].size], turns)
         else:
             yield from _reduce_fused(batch, flats, turns)
     return [submission.arrays for submission in batch.submissions]
 
 
-def _reduce_flat(
-    group: Group,
-    flat: Array,
-    lengths: Sequence[int],
-    op: ReduceOp,
-    scale: Scale,
-    submission: Submission,
-    tag: int,
-    turns: tuple[int, int],
-) -> Steps[None]:
-    if op == ReduceOp.ADASUM:
-        yield from adasum(group, flat, lengths, scale, tag)
+def _reduce_flat(batch: Batch, flat: Array, lengths: Sequence[int], turns: tuple[int, int]) -> Steps[None]:
+    if batch.signature["op"] == ReduceOp.ADASUM:
+        yield from adasum(batch.group, flat, lengths, batch.reduction()[1], batch.tag)
     elif flat.size:
-        yield from _reduce_whole(group, flat, op, scale, submission, tag, turns)
+        yield from _reduce_whole(batch, flat, batch.tag, turns)
 
 
 def _reduce_fused(batch: Batch, flats: Sequence[Array], turns: tuple[int, int]) -> Steps[None]:
-    op, scale = batch.reduction()
     prescale, trace = batch.signature["prescale"], batch.trace
     trace("MEMCPY_IN_FUSION_BUFFER")
     lengths = [flat.size for flat in flats]
-    scratch = SCRATCH.take(sum(flat.nbytes for flat in flats))
-    fused = scratch[: sum(flat.nbytes for flat in flats)].view(flats[0].dtype)
+    nbytes = sum(flat.nbytes for flat in flats)
+    scratch = SCRATCH.take(nbytes)
+    fused = scratch[:nbytes].view(flats[0].dtype)
     ends = list(accumulate(lengths))
     for flat, end in zip(flats, ends, strict=True):
         fused[end - flat.size : end] = flat
     if prescale != 1.0:
         kernels.scale_into(fused, fused, prescale)  # not the arrays, among which one may be twice
     trace("ALLREDUCE", batch)
-    yield from _reduce_flat(batch.group, fused, lengths, op, scale, batch.submissions[0], batch.tag, turns)
+    yield from _reduce_flat(batch, fused, lengths, turns)
     trace("MEMCPY_OUT_FUSION_BUFFER")
     for flat, end in zip(flats, ends, strict=True):
         flat[...] = fused[end - flat.size : end]
@@ -191,35 +165,35 @@ def region_for(assignments: Assignments, key: Key, requests: Requests) -> int | 
     signature = next(iter(requests.values())).signature
     is_simple = len(signature["shape"]) == 1 and signature["prescale"] == 1.0 and signature["op"] != ReduceOp.ADASUM
     is_plain = "codec" not in signature and "direct" not in signature and signature["device"] == "cpu"
-    is_plain = is_plain and signature["dtype"][0] in kernels.DTYPES  # the region's kernels know no complex numbers
-    if not is_simple or not is_plain or prod(signature["shape"][0]) > most_bytes(2):
+    is_complex = signature["dtype"][0] not in kernels.DTYPES  # the region's kernels know no such numbers
+    if not is_simple or not is_plain or is_complex or prod(signature["shape"][0]) > most_bytes(2):
         return None
     # An operation without a name is the same again if all else is.
     return assignments.next_region(key if automatic_number(key) is None else str(signature), signature)
 
 
-def learn(groups: Groups, submission: Submission, number: int | None) -> None:
+def _learn(groups: Groups, submission: Submission, number: int | None) -> None:
     """Note that an operation runs, and its region if it gets one and the ranks of its process set share a node."""
-    repetitions, signature = groups.repetitions.get(submission.key.process_set), submission.signature
+    process_set, signature = submission.key.process_set, submission.signature
+    repetitions = groups.repetitions.get(process_set)
     if repetitions is None or "direct" in signature or (number is None and not repetitions):
         return
-    array, label = submission.arrays[0], submission.handle.label
-    op, postscale = ReduceOp(signature["op"]), signature["postscale"]
-    content = Content(label, array.dtype, array.shape, op, postscale)
+    array, op, postscale = submission.arrays[0], ReduceOp(signature["op"]), signature["postscale"]
+    content = Content(submission.handle.label, array.dtype, array.shape, op, postscale)
     if number is None:
         repetitions.ran(content)
-        return
-    size = len(groups.ranks[submission.key.process_set])
-    repetitions.learn(content, array.nbytes, number, *effective(op, postscale, size))
+    else:
+        action = effective(op, postscale, len(groups.ranks[process_set]))
+        repetitions.learn(content, array.nbytes, number, *action)
 
 
 ALLREDUCE = Kind(
     "allreduce",
     fuses=True,
     decide=region_for,
-    begun=learn,
-    joined=zeros_for,
-    run=run,
-    run_on_device=run_on_device,
-    why=why,
+    begun=_learn,
+    joined=_zeros_for,
+    run=_run,
+    run_on_device=_run_on_device,
+    why=_why,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Array, Group, Steps
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 _OPS = {int(op): op for op in ReduceOp}  # quicker than the enumeration itself
 # The types that collectives of a device reduce.
-_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-_INTEGERS = frozenset({"uint8", "int8", "int32", "int64"})
+_FLOATS, _INTEGERS = {"float16", "bfloat16", "float32", "float64"}, {"uint8", "int8", "int32", "int64"}
 
 Requests = dict[int, Request]  # by rank
 # Generators that run side by side. The last one to end returns a result for each submission.
@@ -34,10 +32,8 @@ class Handle:
     __slots__ = ("_description", "_error", "_finished", "_result", "_waiting", "label")
 
     def __init__(self, description: object, label: str | None, waiting: WaitingThreads | None) -> None:
-        """``waiting``: None for a handle that nobody waits for."""
-        self._description = description
-        self.label = label  # the name that the user gave, None for an automatic one
-        self._waiting = waiting
+        """``label``: the name that the user gave, if any. ``waiting``: None for a handle that nobody waits for."""
+        self._description, self.label, self._waiting = description, label, waiting
         self._finished = False
         self._result: Any = None
         self._error: BaseException | None = None
@@ -84,10 +80,7 @@ class DeviceArray:
 
 
 def reduces_directly(request: ReduceRequest, dtypes: Iterable[str]) -> bool:
-    """True if the collectives of a device can do an allreduce of tensors of these dtypes.
-
-    They can do neither Adasum, nor scaled integers, whose averages are exact and cut off, nor an encoded sum.
-    """
+    """True if a device's collectives can do this: no Adasum, no scaled integers (averages are cut off), no codec."""
     scaled = request.op == ReduceOp.AVERAGE or request.prescale != 1.0 or request.postscale != 1.0
     supported = _FLOATS if scaled else _FLOATS | _INTEGERS
     return request.op != ReduceOp.ADASUM and supported.issuperset(dtypes) and request.codec.name == "none"
@@ -108,25 +101,6 @@ class Submission:
     tally: Tally | None = None  # bytes and seconds of encoding, where the codec encodes
     turn: int = 0  # a number for what a codec draws at random: the same on all ranks and in each run
 
-    def gather_sources(self) -> None:
-        """Copy the values into the arrays, for algorithms that work in place."""
-        for array, source in zip(self.arrays, self.sources or [], strict=False):
-            array[...] = source
-        self.sources = None
-
-    def stage(self) -> None:
-        """Copy device tensors to host memory, for ranks that have no collectives of the device."""
-        self.arrays = [array.to_host() if isinstance(array, DeviceArray) else array for array in self.arrays]
-
-
-def zeros_on_device(collectives: DeviceCollectives, signature: Signature) -> list[DeviceArray]:
-    """Return the contribution of a rank that has joined, on a device."""
-    zeros = []
-    for shape, dtype in zip(signature["shape"], signature["dtype"], strict=True):
-        tensor = collectives.allocate(prod(shape), dtype)
-        zeros.append(DeviceArray(tensor, tuple(shape), dtype, "", collectives.mark(), lambda: None))  # type: ignore[arg-type,return-value]
-    return zeros
-
 
 def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scale]:
     """Return the operation and the scale of its result: AVERAGE is SUM, divided."""
@@ -144,36 +118,25 @@ class Batch:
     side_by_side: bool = True  # parts of the batch may run at the same time
     # Records the batch's activities in the timeline. ``about``: a batch whose algorithm is recorded with its reason.
     trace: Callable[..., None] = lambda activity, about=None: None
-    # Those of the first submission; others differ in shapes alone.
-    signature: Signature = field(init=False)
+    signature: Signature = field(init=False)  # of the first submission; others differ in shapes alone
     codec: Codec = field(init=False)
 
     def __post_init__(self) -> None:
-        first = self.submissions[0]
-        self.signature, self.codec = first.signature, first.codec
+        self.signature, self.codec = self.submissions[0].signature, self.submissions[0].codec
 
     def __str__(self) -> str:
         more = f" and {len(self.submissions) - 1} more" if len(self.submissions) > 1 else ""
         return f"{self.submissions[0].key}{more}"
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all arrays together."""
-        return sum(array.nbytes for submission in self.submissions for array in submission.arrays)
 
     def reduction(self) -> tuple[ReduceOp, Scale]:
         """Return the operation and scale that the signature asks for."""
         return effective(_OPS[self.signature["op"]], self.signature["postscale"], self.group.size)
 
 
-def agreed(batch: Batch) -> Parts:
-    """Return steps without data: all ranks have asked, and the result is the coordinator's decision."""
-
-    def steps() -> Steps[list[Any]]:
-        return [batch.extras[0]]
-        yield []
-
-    return [steps()]
+def _agreed(batch: Batch) -> Steps[list[Any]]:
+    """Return the coordinator's decision, after steps without data: all ranks have asked."""
+    return [batch.extras[0]]
+    yield []
 
 
 @dataclass(frozen=True)
@@ -181,14 +144,10 @@ class Kind:
     """A kind of operation."""
 
     name: str
-    # The operation carries tensors. A name is in flight once among all kinds that do.
-    carries_tensors: bool = True
-    # The signature is likely to come again, so ranks send it once and its number afterwards.
-    comes_again: bool = True
-    # Ready operations of the same type, operation and factors may be fused.
-    fuses: bool = False
-    # The process set that its signature names ("id") is removed.
-    ends_process_set: bool = False
+    carries_tensors: bool = True  # a name is in flight once among all kinds that do
+    comes_again: bool = True  # ranks send the signature once, and its number afterwards
+    fuses: bool = False  # ready operations of the same type, operation and factors may share a batch
+    ends_process_set: bool = False  # the one that its signature names ("id")
     # Returns an error in the request of one rank alone, in a process set of ``size`` ranks; None if there is none.
     wrong: Callable[[Key, int, Request, int], str | None] | None = None
     # Returns an error where the requests of all ranks differ and must not.
@@ -199,10 +158,8 @@ class Kind:
     begun: Callable[[Groups, Submission, Any], None] | None = None
     # Returns the arrays that a rank that has joined contributes. None: such a rank cannot take part.
     joined: Callable[[Signature], list[Array]] | None = None
-    run: Callable[[Batch], Parts] = agreed
+    run: Callable[[Batch], Parts] = lambda batch: [_agreed(batch)]
     # Runs the batch by the collectives of the tensors' device. It launches everything before it first yields.
     run_on_device: Callable[[DeviceCollectives, Batch], Steps[list[Any]]] | None = None
-    # Returns the algorithm and the reason for it, for the timeline.
-    why: Callable[[Batch], str] | None = None
-    # Takes note of the result on each rank.
-    ended: Callable[[Groups, Signature, Any], None] | None = None
+    why: Callable[[Batch], str] | None = None  # returns the algorithm and the reason for it, for the timeline
+    ended: Callable[[Groups, Signature, Any], None] | None = None  # takes note of the result on each rank

@@ -26,31 +26,43 @@ LEFT_EARLY = (
     "many batches on each (or hvd.join() where data are uneven), no exit or exception on one alone; in Keras "
     "EarlyStopping comes after MetricAverageCallback, so that all ranks stop together."
 )
+JOIN_LEFT = (
+    "hvd.join() waits for rank {rank}, which has left the job: {reason}.\n"
+    "HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {rank} printed."
+)
 STALLED = (
     "HINT: see where those ranks are (py-spy dump --pid): behind, as with more data or a slower disk, or on another "
     "path through the script, as under 'if hvd.rank() == 0'."
 )
 
-_BY_FIELD = {
-    "count": "HINT: give as many tensors on every rank: of the same model, built or loaded with its optimizer on all.",
-    "dtype": "HINT: give tensors of the same type on every rank, as by tensor.to(torch.float32).",
-    "op": "HINT: pass the same op on every rank.",
-    "root": "HINT: pass the same root_rank on every rank.",
-    "prescale": "HINT: pass the same prescale_factor on every rank.",
-    "postscale": "HINT: pass the same postscale_factor on every rank.",
-    "device": "HINT: have the tensor on the same kind of device on every rank.",
-    "direct": "HINT: have NCCL on every rank, or on none.",
-    "codec": "HINT: pass the same compression, with the same settings, on every rank.",
-    "earlier": "HINT: load what each rank saved after the same step, on all ranks or on none.",
-    "groups": "HINT: pass the same groups on every rank.",
-    "ranks": "HINT: make process sets of the same ranks, in the same order, on every rank.",
-    "id": "HINT: remove the same process sets, in the same order, on every rank.",
+# By field of a signature: the noun of its values, and the hint where they differ between ranks.
+FIELDS = {
+    "count": (
+        "numbers of tensors",
+        "HINT: give as many tensors on every rank: of the same model, built or loaded with its optimizer on all.",
+    ),
+    "dtype": ("data types", "HINT: give tensors of the same type on every rank, as by tensor.to(torch.float32)."),
+    "shape": ("shapes", "HINT: give tensors of the same shape on every rank."),
+    "op": ("reduce operations", "HINT: pass the same op on every rank."),
+    "root": ("root ranks", "HINT: pass the same root_rank on every rank."),
+    "prescale": ("prescale factors", "HINT: pass the same prescale_factor on every rank."),
+    "postscale": ("postscale factors", "HINT: pass the same postscale_factor on every rank."),
+    "device": ("devices", "HINT: have the tensor on the same kind of device on every rank."),
+    "direct": ("ways (device to device: True)", "HINT: have NCCL on every rank, or on none."),
+    "codec": ("compressions", "HINT: pass the same compression, with the same settings, on every rank."),
+    "earlier": (
+        "numbers of earlier steps",
+        "HINT: load what each rank saved after the same step, on all ranks or on none.",
+    ),
+    "groups": ("groups", "HINT: pass the same groups on every rank."),
+    "ranks": ("process sets", "HINT: make process sets of the same ranks, in the same order, on every rank."),
+    "id": ("process set ids", "HINT: remove the same process sets, in the same order, on every rank."),
 }
 _REDUCED = (
     "HINT: reduce tensors of one shape, with the last batch of uneven data too; hvd.allgather takes different numbers "
     "of rows."
 )
-_BY_KIND = {
+_SHAPES_BY_KIND = {
     "allreduce": _REDUCED,
     "reducescatter": _REDUCED,
     "broadcast": "HINT: build the same model on every rank; what is broadcast has one shape.",
@@ -58,12 +70,11 @@ _BY_KIND = {
     "alltoall": "HINT: only the first dimension may differ between ranks.",
     "plan": SAME_MODEL,
 }
-_SHAPES = "HINT: give tensors of the same shape on every rank."
 
 
 def for_mismatch(kind: str, field: str) -> str:
     """Return the hint for ranks whose signatures of an operation differ in a field."""
-    return _BY_KIND.get(kind, _SHAPES) if field == "shape" else _BY_FIELD[field]
+    return _SHAPES_BY_KIND.get(kind, FIELDS[field][1]) if field == "shape" else FIELDS[field][1]
 
 
 def for_joined(name: str) -> str:

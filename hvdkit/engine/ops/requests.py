@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hvdkit.compression import CASTS, Codec
-from hvdkit.engine.ops.hints import for_mismatch
+from hvdkit.engine.ops.hints import FIELDS, for_mismatch
 from hvdkit.kernels import ReduceOp
 
-# Part of the names that operations without a name get.
-AUTOMATIC = ".noname."
-
-# A JSON object. Fields that are absent do not apply to the kind of operation.
-Signature = dict[str, Any]
+AUTOMATIC = ".noname."  # part of the names that operations without a name get
+Signature = dict[str, Any]  # a JSON object; fields that are absent do not apply to the kind of operation
 
 
 class Key(NamedTuple):
@@ -26,13 +23,13 @@ class Key(NamedTuple):
         return f"{self.kind} '{self.name}'" + (f" in process set {self.process_set}" if self.process_set else "")
 
 
-def automatic_key(process_set: int, kind: str, number: int) -> Key:
-    """Return the key of an operation without a name, the ``number``-th of its kind and process set."""
-    return Key(process_set, kind, f"{kind}{AUTOMATIC}{number}")
+def automatic_name(kind: str, number: int) -> str:
+    """Return the name of an operation without one, the ``number``-th of its kind and process set."""
+    return f"{kind}{AUTOMATIC}{number}"
 
 
 def automatic_number(key: Key) -> int | None:
-    """Return the number in a key of ``automatic_key``, or None for an operation with a name."""
+    """Return the number in a name of ``automatic_name``, or None for an operation with a name of its own."""
     kind, automatic, number = key.name.partition(AUTOMATIC)
     return int(number) if automatic and kind == key.kind and number.isdecimal() else None
 
@@ -62,10 +59,7 @@ class ReduceRequest(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A rank's request. ``detail`` may differ between ranks: first dimensions, splits.
-
-    The detail of an alltoall is [rows, splits or None], or a text that says what is wrong with the user's splits.
-    """
+    """A rank's request. ``detail`` may differ between ranks: first dimensions, splits."""
 
     signature: Signature
     detail: Any = None
@@ -80,29 +74,12 @@ def mismatch(key: Key, requests: dict[int, Request]) -> str | None:
             break
     else:
         return None
-    counts = {rank: len(requests[rank].signature.get("dtype") or ()) for rank in ranks}
-    if len(set(counts.values())) > 1:
-        return (
-            f"Mismatched numbers of tensors for {key}: {by_value(counts, 'count')}.\n{for_mismatch(key.kind, 'count')}"
-        )
-    for field, title in (
-        ("dtype", "data types"),
-        ("shape", "shapes"),
-        ("op", "reduce operations"),
-        ("root", "root ranks"),
-        ("prescale", "prescale factors"),
-        ("postscale", "postscale factors"),
-        ("device", "devices"),
-        ("direct", "ways (device to device: True)"),
-        ("codec", "compressions"),
-        ("earlier", "numbers of earlier steps"),
-        ("groups", "groups"),
-        ("ranks", "process sets"),
-        ("id", "process set ids"),
-    ):
+    for field, (noun, _) in FIELDS.items():
         values = {rank: requests[rank].signature.get(field) for rank in ranks}
+        if field == "count":
+            values = {rank: len(requests[rank].signature.get("dtype") or ()) for rank in ranks}
         if any(value != values[ranks[0]] for value in values.values()):
-            return f"Mismatched {title} for {key}: {by_value(values, field)}.\n{for_mismatch(key.kind, field)}"
+            return f"Mismatched {noun} for {key}: {by_value(values, field)}.\n{for_mismatch(key.kind, field)}"
     return None
 
 
@@ -112,9 +89,7 @@ def by_value(values: dict[int, Any], field: str) -> str:
     for rank, value in values.items():
         if field == "op" and value is not None:
             text = ReduceOp(value).name
-        elif isinstance(value, list) and len(value) == 1:
-            text = str(value[0])
         else:
-            text = str(value)
+            text = str(value[0] if isinstance(value, list) and len(value) == 1 else value)
         ranks_of.setdefault(text, []).append(rank)
     return "; ".join(f"rank {', '.join(map(str, ranks))} sent {text}" for text, ranks in ranks_of.items())

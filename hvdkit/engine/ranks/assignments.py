@@ -1,13 +1,9 @@
 """Numbers that all ranks share: tags of data messages, and the numbers that the coordinator assigns.
 
-There are as many tags as every MPI has. A tag is used again, but never by two operations that are open on one rank:
-messages of two ranks under one tag match in the order in which they were posted, so the messages of the earlier
-operation go first on both ends.
-
-- A named operation has the tags of its sequence number. It waits while an operation with these tags is open
-  (``Batches``); all ranks have asked for that operation, so it ends whatever they do next.
-- A lane has a number of its own while any rank may use the lane (``LaneNumbers``). Its tags number the ``SPAN``
-  operations of the lane that may be open at once, and more.
+A tag is used again, but never by two operations that are open on one rank: messages of two ranks under one tag match
+in the order in which they were posted. A named operation has the tags of its sequence number, and waits while an
+operation with these tags is open (``Batches``). A lane has a number of its own while any rank may use the lane
+(``LaneNumbers``); its tags number the ``SPAN`` operations of the lane that may be open at once, and more.
 """
 
 from __future__ import annotations
@@ -17,8 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 # Named operations have the tags below this one, lanes those above.
-LANE_TAG = 1 << 21
-TAGS_PER_OPERATION = 8
+LANE_TAG, TAGS_PER_OPERATION = 1 << 21, 8
 NAMED_SEQUENCES = LANE_TAG // TAGS_PER_OPERATION
 # A lane's tag: the lane's number, then the operation's number in the lane, then the phase of the operation.
 LANES, SEQUENCE, PHASES = 2048, 128, 8
@@ -43,16 +38,15 @@ def lane_tag(number: int, sequence: int) -> int:
 class LaneNumbers:
     """The numbers in tags of the lanes that are open, on the coordinator.
 
-    Each rank reports up to which operation it has closed a lane. When all report the same operation, everything begun
-    has ended on all ranks, and the number is free. A lane that failed, or whose ranks closed it at different
-    operations, keeps its number: messages of that lane may still be under way.
+    A number is free when all ranks have closed the lane after the same operation. Otherwise, or if the lane failed, the
+    lane keeps its number: messages may still be under way.
     """
 
     def __init__(self) -> None:
         self._free: deque[int] = deque()  # given back, the longest ago first
         self._given = 0  # how many were ever given
-        self._open: dict[int, tuple[int, frozenset[int]]] = {}  # by lane: the number, and the ranks
-        self._closed: dict[int, dict[int, int]] = {}  # by lane and rank: operations begun, none of them open
+        # By open lane: its number, its ranks, and how many operations each rank had begun when it closed the lane.
+        self._open: dict[int, tuple[int, frozenset[int], dict[int, int]]] = {}
 
     def take(self, lane: int, ranks: Collection[int]) -> int | None:
         """Return a number for a new lane of these ranks, or None where all are taken."""
@@ -62,20 +56,17 @@ class LaneNumbers:
         if not self._free:
             return None
         number = self._free.popleft()
-        self._open[lane] = number, frozenset(ranks)
-        self._closed[lane] = {}
+        self._open[lane] = number, frozenset(ranks), {}
         return number
 
     def closed(self, rank: int, lane: int, sequence: int) -> None:
         """Note that a rank has closed a lane. A rank that took part with zeros meanwhile reports it again."""
-        if lane not in self._open:
-            return
-        number, ranks = self._open[lane]
-        closed = self._closed[lane]
-        closed[rank] = sequence
-        if ranks == closed.keys() and len(set(closed.values())) == 1:
-            del self._open[lane], self._closed[lane]
-            self._free.append(number)
+        if lane in self._open:
+            number, ranks, closed = self._open[lane]
+            closed[rank] = sequence
+            if ranks == closed.keys() and len(set(closed.values())) == 1:
+                del self._open[lane]
+                self._free.append(number)
 
 
 class Assignments:
@@ -84,8 +75,7 @@ class Assignments:
     def __init__(self, size: int, static_process_sets: Iterable[Sequence[int]] = ()) -> None:
         # The ranks of each process set. Sets that were passed to ``init`` are numbered from 1.
         self.members = dict(enumerate([list(range(size)), *map(list, static_process_sets)]))
-        self._process_sets = len(self.members)
-        self._lanes = 0
+        self._process_sets, self._lanes = len(self.members) - 1, 0  # the newest number of each
         self.joined: dict[int, None] = {}  # the ranks that have joined, in order
         self.lane_numbers = LaneNumbers()
         # By operation, the longest ago first: the signature it had the first time, None once it has a region.
@@ -96,9 +86,9 @@ class Assignments:
         """Return the number of a new set of these ranks, or None if there is one."""
         if list(ranks) in self.members.values():
             return None
-        self.members[self._process_sets] = list(ranks)
         self._process_sets += 1
-        return self._process_sets - 1
+        self.members[self._process_sets] = list(ranks)
+        return self._process_sets
 
     def next_lane(self, process_set: int) -> tuple[int, int | None]:
         """Return the id of a new lane, and its number in tags, None if all are taken."""
@@ -108,7 +98,7 @@ class Assignments:
     def next_region(self, operation: object, signature: dict[str, Any]) -> int | None:
         """Return a new region id when an operation comes for the second time with the same signature, else None.
 
-        There are none while a rank has joined: that rank does not count how often an operation came.
+        There are none while a rank has joined, which does not count operations.
         """
         if self.joined:
             return None

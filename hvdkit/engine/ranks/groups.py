@@ -35,10 +35,7 @@ def group_bytes(ranks: int) -> int:
 
 
 def _layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
-    """Return how a process set lies on nodes, with the memory that its ranks on this node share.
-
-    Returns None if no two ranks share memory, or if all segments are taken by earlier sets.
-    """
+    """Return a process set's layout on nodes; None if no two ranks share memory, or earlier sets took all segments."""
     transport, rank = group.transport, group.members[group.rank]
     nodes = [here for node in transport.nodes if (here := [member for member in node if member in group.members])]
     if all(len(node) == 1 for node in nodes) or not has_segment(staging_segment(process_set_id)):
@@ -54,10 +51,7 @@ def _layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout
 
 
 def _repetitions_of(group: Group) -> Repetitions | None:
-    """Return the recurring operations of a process set, or None unless all its ranks share memory, each with a core.
-
-    With more ranks than cores, a rank that waits would keep another from coming.
-    """
+    """Return the recurring operations of a process set, or None unless all its ranks share memory, each with a core."""
     staging = None if group.layout is None else group.layout.staging
     if staging is None or len(staging.members) < group.size or staging.spin_seconds == 0:
         return None
@@ -77,9 +71,7 @@ class Groups:
     ) -> None:
         self.ranks: dict[int, list[int]] = {0: list(range(transport.size))}
         self.ranks.update(enumerate(static_process_sets, start=1))
-        self.transport = transport
-        self._choice = choice
-        self._pass_spin_seconds = pass_spin_seconds
+        self.transport, self._choice, self._pass_spin_seconds = transport, choice, pass_spin_seconds
         self._groups: dict[int, Group] = {}
         self.repetitions: dict[int, Repetitions] = {}  # of the process sets that have any
         self._making = threading.Lock()  # the driver and threads that register gradients make groups
@@ -96,8 +88,7 @@ class Groups:
                 group = Group(self.transport, self.ranks[process_set_id], self._choice)
                 group.layout = _layout_of(group, process_set_id, self._pass_spin_seconds)
                 self._groups[process_set_id] = group
-                repetitions = _repetitions_of(group)
-                if repetitions is not None:
+                if (repetitions := _repetitions_of(group)) is not None:
                     self.repetitions[process_set_id] = repetitions
             return self._groups[process_set_id]
 
@@ -111,10 +102,6 @@ class Groups:
             )
         return self._device_collectives[key]
 
-    def add(self, process_set_id: int, ranks: Sequence[int]) -> None:
-        """Add a set that all ranks have agreed on."""
-        self.ranks[process_set_id] = list(ranks)
-
     def remove(self, process_set_id: int) -> None:
         """Remove a set, as all ranks have agreed."""
         self.ranks.pop(process_set_id, None)
@@ -124,14 +111,8 @@ class Groups:
         if group is not None and group.layout is not None and group.layout.staging is not None:
             group.layout.staging.leave()
         for key in [key for key in self._device_collectives if key[0] == process_set_id]:
-            collectives = self._device_collectives.pop(key)
-            if collectives is not None:
+            if (collectives := self._device_collectives.pop(key)) is not None:
                 collectives.close()
-
-    def forget_repetitions(self) -> None:
-        """Negotiate every operation from now on."""
-        for repetitions in list(self.repetitions.values()):  # a thread that registers gradients may add to it
-            repetitions.forget_all()
 
     def end_join(self) -> None:
         """Note that all ranks have joined. If a plan was put off meanwhile, all ranks agree on their plans anew."""

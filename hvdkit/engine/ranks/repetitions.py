@@ -1,15 +1,15 @@
 """Small allreduces that recur on one node: its ranks reduce them below Python, without the coordinator.
 
-When such an operation comes for the second time, the coordinator's order to run it carries the number of a region of
-node memory. Each later call has a turn, the same on all ranks, which count the calls under a name from there on, and
-calls without a name from the beginning. A call is withdrawn on all ranks (see csrc/repeated.h) if not all ranks come
-within moments, or if it is submitted in another way. It then goes through the coordinator, which handles late and lost
-ranks, joins and mistakes.
+When such an operation comes for the second time, the order to run it carries the number of a region of node memory.
+Each later call has a turn, the same on all ranks, which count the calls under a name from there on, and calls without a
+name from the beginning. A call is withdrawn on all ranks (see csrc/repeated.h) and goes through the coordinator if not
+all come within moments, or if it is submitted in another way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from hvdkit.engine.ops.batch import DeviceArray
     from hvdkit.engine.ops.requests import Call, ReduceRequest
 
-# Operations that have memory at the same time. Unused memory costs nothing.
-REGIONS = 256
-
-# How long ranks wait for each other here. If a rank comes later, the coordinator would not have been slower.
-PATIENCE_SECONDS = 200e-6
+REGIONS = 256  # operations that have memory at the same time; unused memory costs nothing
+PATIENCE_SECONDS = 200e-6  # of ranks for each other; if one comes later, the coordinator would not have been slower
 # A turn: how often its region was assigned before, then the count of one operation. It has 48 bits in the region's
 # memory (transports/csrc/repeated); calls and numbers that need more go to the coordinator.
 _ROUND, _ROUNDS = 1 << 32, 1 << 16
@@ -47,19 +44,16 @@ class Content(NamedTuple):
     postscale: float
 
 
+@dataclass(slots=True)
 class _Region:
     """This rank's turns in a region: one at a time, and ascending, as the other ranks rely on."""
 
-    __slots__ = ("last", "lock")
-
-    def __init__(self) -> None:
-        self.last, self.lock = 0, Lock()
+    last: int = 0
+    lock: Lock = field(default_factory=Lock)
 
 
 class _Repetition:
-    """A recurring operation. ``done``: how often it ran under its name since it has its region."""
-
-    __slots__ = ("begin", "done", "op", "region", "scale")
+    """A recurring operation. ``begin``: its turn before the first; ``done``: how often it ran since."""
 
     def __init__(self, number: int, op: ReduceOp, scale: Scale) -> None:
         self.begin, self.region = number // REGIONS * _ROUND, number % REGIONS
@@ -87,17 +81,16 @@ class Repetitions:
         """Assign the region ``number`` to an operation, which ranks reduce by ``op`` and ``scale``."""
         if nbytes > self._most_bytes or number >= REGIONS * _ROUNDS:
             return
-        new = _Repetition(number, op, scale)
-        self._regions.setdefault(new.region, _Region())
-        for old in [old for old, repetition in self._repetitions.items() if repetition.region == new.region]:
+        region = number % REGIONS
+        self._regions.setdefault(region, _Region())
+        for old in [old for old, repetition in self._repetitions.items() if repetition.region == region]:
             self._repetitions.pop(old, None)
-        self._repetitions[content] = new
+        self._repetitions[content] = _Repetition(number, op, scale)
 
     def ran(self, content: Content) -> None:
         """Count an operation that ran through the coordinator."""
-        repetition = self._repetitions.get(content)
-        if repetition is not None:
-            repetition.done += 1
+        if content in self._repetitions:
+            self._repetitions[content].done += 1
 
     def reduce(
         self, array: Array | DeviceArray, source: Array | None, request: ReduceRequest, call: Call, negotiates: bool
@@ -108,11 +101,10 @@ class Repetitions:
         is_plain = request.prescale == 1.0 and not request.codec.encodes and call.device == "cpu"
         if repetition is None or not is_plain or not isinstance(array, np.ndarray):
             return False
-        count = repetition.done if call.number is None else call.number
+        count, region = repetition.done if call.number is None else call.number, self._regions[repetition.region]
         if count + 1 >= _ROUND:
             return False
         turn = repetition.begin + 1 + count
-        region = self._regions[repetition.region]
         if not region.lock.acquire(blocking=False):
             return False  # another thread is in this region; the other ranks notice that this rank does not come
         try:
@@ -123,14 +115,9 @@ class Repetitions:
                 self._area.withdraw(repetition.region, turn)
                 return False
             self.under_way.add(call.name)
+            flat, source = array.reshape(-1), None if source is None else source.reshape(-1)
             done: bool = self._area.allreduce(
-                repetition.region,
-                turn,
-                array.reshape(-1),
-                repetition.op,
-                repetition.scale,
-                None if source is None else source.reshape(-1),
-                PATIENCE_SECONDS,
+                repetition.region, turn, flat, repetition.op, repetition.scale, source, PATIENCE_SECONDS
             )
             if done:
                 repetition.done += 1
@@ -146,7 +133,7 @@ class Repetitions:
             self._repetitions.pop(content, None)
 
     def forget_all(self) -> None:
-        """Forget all operations: a rank has joined, and does not count."""
+        """Forget all operations."""
         self._repetitions.clear()
 
     def leave(self) -> None:

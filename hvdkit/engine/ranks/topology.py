@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +30,9 @@ class Topology:
 
 
 def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
-    """Return the topology from each rank's report: its host, and its local and cross ranks if the launcher gave them.
-
-    The launcher's numbers win over host names: containers may share a name, and namespaces do.
-    """
-    size = len(reports)
-    nodes = _nodes(reports)
+    """Return the topology from each rank's report. The launcher's numbers win over host names, which may be shared."""
+    nodes, own = _nodes(reports), reports[rank]
     node = next(members for members in nodes if rank in members)
-    own = reports[rank]
     # Launchers that map ranks by socket or package give the ranks of a node local ranks in another order.
     local_ranks = [
         [members.index(m) if reports[m]["local_rank"] is None else reports[m]["local_rank"] for m in members]
@@ -48,47 +44,32 @@ def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
     column = [members for members, there in zip(nodes, local_ranks, strict=True) if local_rank in there]
     cross_rank = own["cross_rank"] if own["cross_rank"] is not None else column.index(node)
     cross_size = own["cross_size"] if own["cross_size"] is not None else len(column)
-    homogeneous = len({len(members) for members in nodes}) == 1
-    hosts = tuple(str(report["host"]) for report in reports)
-    placed = tuple(tuple(members) for members in nodes)
     cores = [[set(reports[member]["cores"]) for member in members] for members in nodes]
     threads = [sum(int(reports[member]["threads"]) for member in members) for members in nodes]
-    full = [len(set().union(*there)) <= busy for there, busy in zip(cores, threads, strict=True)]
-    core_each = _has_core_each(cores[nodes.index(node)])
+    here = cores[nodes.index(node)]
     return Topology(
-        rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous, hosts, placed, core_each, all(full)
-    )
-
-
-def _has_core_each(cores: Sequence[set[int]]) -> bool:
-    """True if ranks bound to these cores need not share any: no set of cores has more ranks bound to it alone."""
-    return all(sum(bound <= some for bound in cores) <= len(some) for some in (*cores, set().union(*cores)))
+        rank, len(reports), local_rank, local_size, cross_rank, cross_size,
+        is_homogeneous=len({len(members) for members in nodes}) == 1,
+        hosts=tuple(str(report["host"]) for report in reports),
+        nodes=tuple(tuple(members) for members in nodes),
+        # No set of cores has more ranks bound to it alone than cores.
+        has_core_each=all(sum(bound <= some for bound in here) <= len(some) for some in (*here, set().union(*here))),
+        is_full=all(len(set().union(*there)) <= busy for there, busy in zip(cores, threads, strict=True)),
+    )  # fmt: skip
 
 
 def _nodes(reports: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Return the ranks of each node. Local ranks of a launcher tell nodes apart even where host names do not."""
-    nodes: list[list[int]] = []
-    by_host: dict[tuple[str, Any], list[list[int]]] = {}
     launcher_says = all(report["local_rank"] is not None for report in reports)
     has_sizes = launcher_says and all(report["local_size"] is not None for report in reports)
+    nodes: dict[tuple[Any, ...], list[int]] = {}
+    earlier: Counter[tuple[Any, ...]] = Counter()  # ranks of the same host, and size, with the same local rank
     for rank, report in enumerate(reports):
-        local_rank = report["local_rank"]
-        candidates = by_host.setdefault((str(report["host"]), report["local_size"] if has_sizes else None), [])
-        # The first node of this host, and size, that lacks this local rank; without local ranks, the host's only node.
-        node = next(
-            (
-                members
-                for members in candidates
-                if not launcher_says or all(reports[member]["local_rank"] != local_rank for member in members)
-            ),
-            None,
-        )
-        if node is None:
-            node = []
-            candidates.append(node)
-            nodes.append(node)
-        node.append(rank)
-    return nodes
+        host = str(report["host"]), report["local_size"] if has_sizes else None
+        place = *host, report["local_rank"]
+        nodes.setdefault((*host, earlier[place] if launcher_says else 0), []).append(rank)
+        earlier[place] += 1
+    return list(nodes.values())
 
 
 def nodes_that_share(nodes: Sequence[Sequence[int]], failed: Sequence[int]) -> list[list[int]]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Choice
 from hvdkit.compression import CASTS, Codec
 from hvdkit.config import Settings
 from hvdkit.engine.loop.batches import Batches
+from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.driver import Driver, spin_seconds
-from hvdkit.engine.loop.named import NamedOperations, Submissions
+from hvdkit.engine.loop.named import NamedOperations
 from hvdkit.engine.loop.negotiation import Mailbox, Negotiation
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.waiting import WaitingThreads
-from hvdkit.engine.loop.wakeup import new_wakeup
-from hvdkit.engine.ops.batch import Handle
+from hvdkit.engine.ops.batch import Handle, Submission
+from hvdkit.engine.ops.requests import Key
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.session.joining import Joining
@@ -35,8 +36,7 @@ from hvdkit.transports.base import Transport
 if TYPE_CHECKING:
     from hvdkit.kernels._native import Heartbeat
 
-# How long a pass over shared memory watches the other ranks before the engine looks at other operations.
-PASS_SPIN_SECONDS = 20e-6
+PASS_SPIN_SECONDS = 20e-6  # for which a pass over shared memory watches other ranks before other operations get on
 
 
 class Engine:
@@ -51,70 +51,37 @@ class Engine:
         static_process_sets: Sequence[list[int]],
         leftover: list[tuple[int, bytes]],
         heartbeat: Heartbeat | None = None,
-        submitting: Callable[[], None] | None = None,
     ) -> None:
-        """``leftover``: control messages that came in during init; ``submitting``: see NamedOperations."""
+        """``leftover``: control messages that came in during init."""
         self.transport, self.topology, self.settings = transport, topology, settings
         self.operations: list[Operation] = []
-        self.submissions = Submissions()
-        self.telemetry = Telemetry(topology.rank)
+        self.submissions: dict[Key, Submission] = {}
+        self.telemetry = telemetry = Telemetry(topology.rank)
         spin = spin_seconds(settings.spin_microseconds * 1e-6, transport, topology)
-        self.driver = Driver(
-            transport.wakeup or new_wakeup(),
-            transport.polling,
-            spin,
-            settings.cycle_time_ms * 1e-3,
-            settings.idle_poll_ms * 1e-3,
-            self.telemetry.statistics,
-            alone=transport.size == 1,
-        )
+        self.driver = driver = Driver(transport, spin, settings, telemetry.statistics)
         choice = Choice(settings.allreduce, network.latency_seconds, network.seconds_per_byte)
         self.groups = Groups(transport, static_process_sets, choice, min(spin, PASS_SPIN_SECONDS))
-        sizes = choose_sizes(
-            network, settings.fusion_threshold, settings.max_bytes_in_flight, transport.worthwhile_bytes
-        )
+        limits = settings.fusion_threshold, settings.max_bytes_in_flight
+        sizes = choose_sizes(network, *limits, transport.worthwhile_bytes)
         liveness = Liveness(settings.timeout_seconds, settings.longest_unresponsive_seconds)
-        self.mailbox = Mailbox(transport, topology, liveness, self.driver, leftover)
-        self.negotiation = Negotiation(
-            self.driver,
-            self.mailbox,
-            transport,
-            sizes.bucket,
-            settings.cache_capacity,
-            static_process_sets,
-            self.telemetry,
-        )
-        self.waiting = WaitingThreads(self.driver, self.negotiation)
-        self.named = NamedOperations(
-            self.groups, self.submissions, self.driver, self.negotiation, self.waiting, self.telemetry, submitting
-        )
-        self.lanes = Lanes(self.driver, self.negotiation, self.telemetry, self.operations, network, sizes, self.waiting)
-        self.joining = Joining(self.negotiation, self.lanes, self.submissions, self.operations, self.groups)
-        batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, self.telemetry)
-        self.watch = Watch(
-            settings, heartbeat, self.negotiation, self.joining, self.submissions, self.operations, self.waiting
-        )
-        self.rounds = Rounds(
-            transport,
-            self.driver,
-            self.negotiation,
-            self.lanes,
-            self.joining,
-            batches,
-            self.submissions,
-            self.operations,
-            self.watch,
-            self.telemetry,
-        )
+        self.mailbox = Mailbox(transport, topology, liveness, driver, leftover)
+        coordinator = None
+        if transport.rank == 0:
+            coordinator = Coordinator(transport.size, sizes.bucket, telemetry, static_process_sets)
+        self.negotiation = negotiation = Negotiation(driver, self.mailbox, settings.cache_capacity, coordinator)
+        self.waiting = WaitingThreads(driver, negotiation)
+        self.named = NamedOperations(self.groups, self.submissions, driver, negotiation, self.waiting, telemetry)
+        self.lanes = Lanes(driver, negotiation, telemetry, self.operations, network, sizes, self.waiting)
+        self.joining = Joining(self)
+        self.watch = Watch(self, heartbeat)
+        batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, telemetry)
+        self.rounds = Rounds(self, batches)
         if transport.size > 1:
-            transport.set_waker(self.driver.wake)
-        self.driver.start(self.rounds)
+            transport.set_waker(driver.wake)
+        driver.start(self.rounds)
 
     def join(self, device: str | None = None) -> Handle:
-        """Contribute zeros to the others' reductions until all ranks have joined. The result is the last rank to join.
-
-        ``device``: the device for zeros if this rank has used none so far.
-        """
+        """Contribute zeros, on ``device`` if none was used yet, until all have joined; the result is the last rank."""
         self.named.check_usable()
         self.groups.device = self.groups.device or device
         handle = Handle("join()", None, self.waiting)
@@ -136,10 +103,8 @@ class Engine:
     ) -> Lane | None:
         """Agree with all ranks of a process set on tensors that will be reduced together, step after step. Blocks.
 
-        Returns None while a rank has joined, which has nothing to agree on: gradients go by name until all ranks have.
-
-        ``codecs``: the codecs that slots number. ``device``: where ("cuda:0") slots shall live if the transport has
-        collectives for it.
+        Returns None while a rank has joined: gradients go by name until all have. ``codecs``: the codecs that slots
+        number. ``device``: where ("cuda:0") slots shall live if the transport has collectives for it.
         Raises HorovodInternalError on every rank, naming the parameter, if the ranks differ.
         """
         reduction = Reduction(op, float(prescale), float(postscale), tuple(codecs))

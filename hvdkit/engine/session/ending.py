@@ -21,10 +21,7 @@ LONGEST_FACT = 400  # characters of a reason that other ranks get
 
 
 def exit_status(code: Any) -> int:
-    """Return the exit status for an argument of sys.exit(), never 0 for a failure.
-
-    The system keeps eight bits, and so would take ``sys.exit(256)`` for success.
-    """
+    """Return the exit status for an argument of sys.exit(): eight bits, and never 0 for a failure such as 256."""
     number = int(code) if isinstance(code, int) else int(code is not None)
     return (number & 0xFF) or int(number != 0)
 
@@ -39,19 +36,18 @@ class Ending:
     """The end of this process, as far as Python shows it beforehand: an exception, ``sys.exit``, a lost peer."""
 
     def __init__(self) -> None:
-        self.code = 0
-        self.reason = ""
+        self.code, self.reason = 0, ""
         self.another_left = False  # another rank left first, and is the cause if this rank fails
         self.first_code = 0  # the exit code of the rank that failed first, with which any rank ends the job
         self.peer_lost = False  # MPI cannot finalize any more: it would wait for the lost rank
         self._process = os.getpid()
-        self._watched: Callable[[], None] | None = None
-        self._abort: Callable[[int], None] = lambda code: None
-        self._first_gone: Callable[[], int | None] = lambda: None
-        self._record_wanted = False  # hvdkitrun waits for a record
-        self._sends_record = False  # and has none yet
-        self._exit: failure_record.Record | None = None  # of the sys.exit() that ends this process
+        self.abort: Callable[[int], None] = lambda code: None  # ends the whole job
+        self.record_wanted = False  # hvdkitrun waits for a record
         self.renumbered = False  # ranks are not those of the launcher
+        self._watched: Callable[[], None] | None = None
+        self._first_gone: Callable[[], int | None] = lambda: None
+        self._sends_record = False  # hvdkitrun has no record yet
+        self._exit: failure_record.Record | None = None  # of the sys.exit() that ends this process
         self._blames_another = False  # this process ends by an exception that another rank caused
 
     def watch(self, shutdown: Callable[[], None], first_gone: Callable[[], int | None]) -> None:
@@ -63,15 +59,14 @@ class Ending:
         if self._watched is not None:
             return
         self._watched, self._first_gone = shutdown, first_gone
-        self._sends_record = self._record_wanted
+        self._sends_record = self.record_wanted
         atexit.register(self._at_exit)
         previous_hook, previous_exit = sys.excepthook, sys.exit
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             blamed = self._blamed(error)
-            self._note(1, raised(kind, error))
-            self._blames_another = blamed is not None
-            sends_record = self._sends_record and self.check_process() and issubclass(kind, Exception)
+            self.code, self.reason, self._blames_another = 1, raised(kind, error), blamed is not None
+            sends_record = self._sends_record and self._process == os.getpid() and issubclass(kind, Exception)
             if sends_record and previous_hook is sys.__excepthook__:  # the output of another hook is shown as it is
                 sends_record = failure_record.sent(f"{failure_record.BEGINS}\n")
             previous_hook(kind, error, trace)
@@ -83,34 +78,22 @@ class Ending:
             number = exit_status(code)
             self.forget()  # an earlier call whose SystemExit was caught
             if number:
-                self._note(number, f"it called sys.exit({cut_off(repr(code), LONGEST_FACT)})")
+                self.code, self.reason = number, f"it called sys.exit({cut_off(repr(code), LONGEST_FACT)})"
                 self._exit = failure_record.Record(self.reason, after=self._blamed(sys.exc_info()[1]))
             previous_exit(code)
 
         sys.excepthook = excepthook
         sys.exit = exit_noting  # type: ignore[assignment]
 
-    @property
-    def is_watching(self) -> bool:
-        """True if ``watch`` was called, in this process or in one that it was forked from."""
-        return self._watched is not None
-
-    def take_wanted(self) -> None:
-        """Note whether hvdkitrun asks for a record. Processes that this process starts are not asked."""
-        self._record_wanted = failure_record.take_wanted() or self._record_wanted
-
-    def abort_with(self, abort: Callable[[int], None]) -> None:
-        """Call ``abort`` to end the whole job."""
-        self._abort = abort
-
     def forget(self) -> None:
         """Forget the reason for the end: the process goes on after all."""
         if self.code:
             self.code, self.reason, self._exit = 0, "", None
 
-    def check_process(self) -> bool:
-        """True in the process that called ``watch``, not in forks of it, which must not use its connections."""
-        return self._process == os.getpid()
+    @property
+    def is_watching(self) -> bool:
+        """True if ``watch`` was called, in this process or in one that it was forked from."""
+        return self._watched is not None
 
     def _blamed(self, error: BaseException | None) -> int | None:
         """Return the rank that caused an error here, ANOTHER if it is unknown, None if no other rank caused it."""
@@ -123,16 +106,11 @@ class Ending:
         rank = self._first_gone() if error.rank is None else error.rank
         return failure_record.ANOTHER if rank is None or self.renumbered else rank
 
-    def _note(self, code: int, reason: str) -> None:
-        self.code, self.reason = code, reason
-
     def _at_exit(self) -> None:
         assert self._watched is not None
-        if not self.check_process():
-            return
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+        if self._process != os.getpid():
+            return  # a fork, which must not use the connections
+        _flush()
         code_before = self.code
         if self.code and self._sends_record and self._exit is not None:
             failure_record.sent(self._exit.line())
@@ -141,17 +119,20 @@ class Ending:
         except Exception as error:  # raised, it would be printed, and the process still succeed
             self.code = self.code or 1
             print(in_words(error), file=sys.stderr)
-        # A lost rank prints nothing more.
         if self.code and (self.another_left or (self._blames_another and not self.peer_lost)):
             sleep(AFTER_ANOTHER_SECONDS)
         if self.code or self.peer_lost:
-            self._abort(self.first_code or self.code or 1)
+            self.abort(self.first_code or self.code or 1)
         if self.code and not code_before:
             logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                if stream is not None:
-                    stream.flush()
+            _flush()
             os._exit(self.code)  # Python would exit with success by now, and the launcher must see the failure
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 ENDING = Ending()
@@ -186,14 +167,14 @@ class LastOfAll:
             leave(ending.code)  # type: ignore[attr-defined]
 
 
-def _begin_child() -> None:
-    global _last_of_all
-    if "mpi4py.MPI" in sys.modules and ENDING.is_watching:
-        ENDING.forget()
-        _last_of_all = LastOfAll()
-
-
 @functools.cache
 def watch_forks() -> None:
     """Have forks of this process, and of its forks, end without MPI. Only the first call has an effect."""
-    os.register_at_fork(after_in_child=_begin_child)
+
+    def begin_child() -> None:
+        global _last_of_all
+        if "mpi4py.MPI" in sys.modules and ENDING.is_watching:
+            ENDING.forget()
+            _last_of_all = LastOfAll()
+
+    os.register_at_fork(after_in_child=begin_child)

@@ -16,9 +16,8 @@ import numpy as np
 import hvdkit
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.config import Settings
-from hvdkit.engine.loop.driver import usable_cores
+from hvdkit.engine.loop.driver import new_wakeup, usable_cores
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.wakeup import new_wakeup
 from hvdkit.engine.ranks.topology import Topology, topology_of
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.environments.base import World
@@ -26,11 +25,8 @@ from hvdkit.errors import HorovodInternalError, PeerLostError
 from hvdkit.transports.base import Exchange, Transport
 
 MOST_BYTES = 1 << 24  # of an introduction, which takes some hundred, and more with many process sets
-# Wire format of init's messages: byte 0, which tells them from engine messages, the number of the exchange, the kind.
-_MARK = b"\0"
-_STARTUP = struct.Struct("<cIB")
-_BLOB, _FAILURE = 0, 1
-_COUNT = struct.Struct("<I")
+# Wire format of init's messages: byte 0, which tells them from engine messages, and the number of the exchange.
+_MARK, _STARTUP = b"\0", struct.Struct("<cI")
 VERDICT_SECONDS = 2.0  # for rank 0 to name the rank that did not come
 # Settings that decide the layout of buckets and algorithms: ranks that differed would wait for each other for ever.
 SHARED_SETTINGS = ("fusion_threshold", "max_bytes_in_flight", "allreduce", "verify")
@@ -50,44 +46,36 @@ def introduce(
     report = {
         "version": hvdkit.__version__,
         "host": socket.gethostname(),
-        "local_rank": world.local_rank,
-        "local_size": world.local_size,
-        "cross_rank": world.cross_rank,
-        "cross_size": world.cross_size,
+        **{name: getattr(world, name) for name in ("local_rank", "local_size", "cross_rank", "cross_size")},
         "cores": usable_cores(),  # by number: ranks may be bound to different ones
         "threads": settings.compute_threads,
         "process_sets": [list(ranks) for ranks in process_sets],
         **{name: getattr(settings, name) for name in SHARED_SETTINGS},
     }
     reports = [json.loads(payload) for payload in exchange(json.dumps(report).encode())]
-    _check_same(reports, "version", "hvdkit has different versions", "install one version on all hosts.")
-    _check_same(
-        reports,
-        "process_sets",
-        "hvd.init() was given different process sets",
-        "pass the same process_sets in the same order on every rank.",
-    )
+    for field, fact, hint in (
+        ("version", "hvdkit has different versions", "install one version on all hosts."),
+        (
+            "process_sets",
+            "hvd.init() was given different process sets",
+            "pass the same sets, in one order, on all ranks.",
+        ),
+    ):
+        by_value: dict[str, list[int]] = {}
+        for number, each in enumerate(reports):
+            by_value.setdefault(str(each[field]), []).append(number)
+        if len(by_value) > 1:
+            listed = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            raise HorovodInternalError(f"{fact}: {listed}.\nHINT: {hint}")
     settings = dataclasses.replace(settings, **{name: reports[0][name] for name in SHARED_SETTINGS})
     return topology_of(rank, reports), settings
 
 
-def _check_same(reports: Sequence[dict[str, Any]], field: str, fact: str, hint: str) -> None:
-    by_value: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        by_value.setdefault(str(report[field]), []).append(rank)
-    if len(by_value) > 1:
-        listed = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-        raise HorovodInternalError(f"{fact}: {listed}.\nHINT: {hint}")
-
-
 class InitExchanges:
-    """Exchanges of bytes between all ranks before there is an engine, over rank 0, by control messages.
-
-    ``leftover`` keeps messages of engines that have started already.
-    """
+    """Exchanges of bytes between all ranks before there is an engine, over rank 0, by control messages."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self.leftover: list[tuple[int, bytes]] = []
+        self.leftover: list[tuple[int, bytes]] = []  # messages of engines that have started already
         self._timeout_seconds = timeout_seconds
         self._turn = 0
 
@@ -96,83 +84,52 @@ class InitExchanges:
         if transport.size == 1:
             return [blob]
         self._turn += 1
-        if transport.rank == 0:
-            return self._collect(transport, blob)
-        transport.send_control(0, _STARTUP.pack(_MARK, self._turn, _BLOB) + blob)
-        # Rank 0, which may come last, names the missing rank.
-        kind, body = self._receive(transport, [0], 2 * self._timeout_seconds + VERDICT_SECONDS)[0]
-        if kind == _FAILURE:
-            rank, text = json.loads(body)
-            raise PeerLostError(text, rank)
-        return _unpacked(body)
-
-    def _collect(self, transport: Transport, blob: bytes) -> list[bytes]:
+        if transport.rank != 0:
+            transport.send_control(0, _STARTUP.pack(_MARK, self._turn) + blob)
+            # Rank 0, which may come last, names the missing rank.
+            body = self._receive(transport, [0], 2 * self._timeout_seconds + VERDICT_SECONDS)[0]
+            unpacking = zlib.decompressobj()
+            text = unpacking.decompress(body, MOST_BYTES)
+            if not unpacking.eof:
+                raise ValueError(f"more than {MOST_BYTES} bytes of introductions")
+            answer = json.loads(text)
+            if isinstance(answer, dict):
+                raise PeerLostError(answer["text"], answer["lost"])
+            return [each.encode("latin-1") for each in answer]
         others = range(1, transport.size)
         try:
             came = self._receive(transport, others, self._timeout_seconds)
         except PeerLostError as error:
-            self._answer(transport, _FAILURE, json.dumps([error.rank, str(error)]).encode())
+            self._answer(transport, {"lost": error.rank, "text": str(error)})
             raise
-        blobs = [blob, *(came[rank][1] for rank in others)]
-        self._answer(transport, _BLOB, _packed(blobs))
+        blobs = [blob, *(came[rank] for rank in others)]
+        self._answer(transport, [each.decode("latin-1") for each in blobs])
         return blobs
 
-    def _answer(self, transport: Transport, kind: int, body: bytes) -> None:
+    def _answer(self, transport: Transport, answer: Any) -> None:
+        """Send the bytes of all ranks, which are mostly the same and so are compressed, or the error."""
+        body = zlib.compress(json.dumps(answer).encode(), 1)
         for rank in range(1, transport.size):
-            transport.send_control(rank, _STARTUP.pack(_MARK, self._turn, kind) + body)
+            transport.send_control(rank, _STARTUP.pack(_MARK, self._turn) + body)
 
-    def _receive(self, transport: Transport, ranks: Sequence[int], seconds: float) -> dict[int, tuple[int, bytes]]:
-        """Return the kind and bytes of the message of each of ``ranks``. Raises PeerLostError for a missing rank."""
-        came: dict[int, tuple[int, bytes]] = {}
-        me = f"hvd.init() on rank {transport.rank}"
+    def _receive(self, transport: Transport, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
+        """Return the message of each of ``ranks``. Raises PeerLostError for a missing rank."""
+        came: dict[int, bytes] = {}
 
         def over() -> bool:
             for rank, payload in transport.poll_control():
                 if payload[:1] != _MARK:
                     self.leftover.append((rank, payload))
                     continue
-                _, turn, kind = _STARTUP.unpack_from(payload)
+                _, turn = _STARTUP.unpack_from(payload)
                 if turn != self._turn or rank not in ranks or len(payload) > MOST_BYTES:
-                    raise HorovodInternalError(
-                        f"{me} does not understand what rank {rank} said in {len(payload)} bytes."
-                    )
-                came[rank] = kind, payload[_STARTUP.size :]
+                    said = f"what rank {rank} said in {len(payload)} bytes"
+                    raise HorovodInternalError(f"hvd.init() on rank {transport.rank} does not understand {said}.")
+                came[rank] = payload[_STARTUP.size :]
             return len(came) == len(ranks)
 
         _wait(transport, over, lambda: set(ranks) - came.keys(), seconds)
         return came
-
-
-def _packed(blobs: Sequence[bytes]) -> bytes:
-    """Compress the bytes of all ranks, which are mostly the same."""
-    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
-    return zlib.compress(b"".join((_COUNT.pack(len(blobs)), lengths, *blobs)), 1)
-
-
-def _unpacked(body: bytes) -> list[bytes]:
-    """Return the bytes of all ranks. Raises ValueError for bytes that rank 0 does not send."""
-    unpacking = zlib.decompressobj()
-    raw = unpacking.decompress(body, MOST_BYTES)
-    if not unpacking.eof:
-        raise ValueError(f"more than {MOST_BYTES} bytes of introductions")
-    (count,) = _COUNT.unpack_from(raw)
-    lengths = struct.unpack_from(f"<{count}I", raw, _COUNT.size)
-    begin, blobs = _COUNT.size + struct.calcsize(f"<{count}I"), []
-    for length in lengths:
-        blobs.append(raw[begin : begin + length])
-        begin += length
-    return blobs
-
-
-def run_alone(transport: Transport, steps: Steps[Any], timeout_seconds: float, pause: float = 0.0002) -> Any:
-    """Drive an algorithm to its end without an engine. Raises PeerLostError if ranks do not come.
-
-    ``pause``: seconds between two polls of a transport that must be polled.
-    """
-    result: list[Any] = []
-    operation = Operation("hvd.init()", steps, transport, result.append)
-    _wait(transport, lambda: bool(operation.advance()), operation.awaited_peers, timeout_seconds, pause)
-    return result[0]
 
 
 def _wait(
@@ -207,18 +164,16 @@ def _wait(
 def measure_network(
     transport: Transport, nodes: Sequence[Sequence[int]], timeout_seconds: float, exchange: Exchange
 ) -> Network:
-    """Return latency and bandwidth between rank 0 and a rank of another node, or of its own if there is no other.
-
-    Collective. All ranks get the same numbers, so that they decide alike.
-    """
+    """Return latency and bandwidth between rank 0 and a rank, if possible of another node; the same on all ranks."""
     first_node = next(node for node in nodes if 0 in node)
-    others = [rank for rank in range(1, transport.size) if rank not in first_node]
-    partner = others[0] if others else 1
+    partner = next((rank for rank in range(1, transport.size) if rank not in first_node), 1)
     blob = b""
     if transport.rank in (0, partner):
+        times: list[tuple[float, float]] = []
         steps = ping_pong(transport, partner if transport.rank == 0 else 0)
-        latency, per_byte = run_alone(transport, steps, timeout_seconds, pause=0.0)
-        blob = json.dumps([latency, per_byte]).encode()
+        operation = Operation("hvd.init()", steps, transport, times.append)
+        _wait(transport, lambda: bool(operation.advance()), operation.awaited_peers, timeout_seconds, pause=0.0)
+        blob = json.dumps(times[0]).encode()
     return Network(*json.loads(exchange(blob)[0]))
 
 
@@ -226,16 +181,14 @@ def ping_pong(transport: Transport, peer: int) -> Steps[tuple[float, float]]:
     """Return half of a round trip's time and the time of a byte, in seconds, from messages both ways at once."""
     group = Group(transport, sorted((transport.rank, peer)))
     other = 1 - group.rank
-    small, large = np.zeros(8, np.uint8), np.zeros(PROBE_BYTES, np.uint8)
-    small_in, large_in = small.copy(), large.copy()
-    trips, loads = [], []
-    for _ in range(PROBE_TRIPS):
-        started = perf_counter()
-        yield [group.irecv(small_in, other, PROBE_TAG), group.isend(small, other, PROBE_TAG)]
-        trips.append(perf_counter() - started)
-    for _ in range(PROBE_LOADS):
-        started = perf_counter()
-        yield [group.irecv(large_in, other, PROBE_TAG), group.isend(large, other, PROBE_TAG)]
-        loads.append(perf_counter() - started)
+    times: list[list[float]] = []
+    for nbytes, count in ((8, PROBE_TRIPS), (PROBE_BYTES, PROBE_LOADS)):
+        out, into = np.zeros((2, nbytes), np.uint8)
+        times.append([])
+        for _ in range(count):
+            started = perf_counter()
+            yield [group.irecv(into, other, PROBE_TAG), group.isend(out, other, PROBE_TAG)]
+            times[-1].append(perf_counter() - started)
+    trips, loads = times
     latency = sorted(trips)[len(trips) // 2]
     return latency, max((min(loads) - latency) / PROBE_BYTES, QUICKEST_BYTE)

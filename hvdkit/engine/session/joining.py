@@ -5,37 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Join, LaneStarted
-from hvdkit.engine.loop.named import Submissions
-from hvdkit.engine.loop.negotiation import Negotiation
-from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.batch import Handle
-from hvdkit.engine.ranks.groups import Groups
-from hvdkit.engine.steps.lanes import Lanes
 from hvdkit.errors import DuplicateNameError, HorovodInternalError
 
 if TYPE_CHECKING:
+    from hvdkit.engine.session.core import Engine
     from hvdkit.engine.steps.lane import Lane
 
 
 class Joining:
     """The ranks that have joined, and this rank's own join.
 
-    For named operations the coordinator's messages suffice. A lane is not negotiated, so a rank that starts an
-    operation of a lane tells the ranks that have joined, which start it too.
+    A lane is not negotiated, so a rank that starts an operation of a lane tells ranks that have joined to start it too.
     """
 
-    def __init__(
-        self,
-        negotiation: Negotiation,
-        lanes: Lanes,
-        submissions: Submissions,
-        operations: list[Operation],
-        groups: Groups,
-    ) -> None:
-        self._groups = groups
-        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
-        self._open_lanes, self._submissions, self._operations = lanes, submissions, operations
-        self._rank = self._mailbox.topology.rank
+    def __init__(self, engine: Engine) -> None:
+        self._negotiation, self._mailbox, self._rank = engine.negotiation, engine.mailbox, engine.topology.rank
+        self._open_lanes, self._operations = engine.lanes, engine.operations
+        self._named, self._groups = engine.named, engine.groups
         self.ranks: set[int] = set()  # that have joined
         self.followed: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
         self._handle: Handle | None = None
@@ -58,17 +45,16 @@ class Joining:
 
     def tell_started(self, lane: Lane) -> None:
         """Tell the ranks that have joined how many operations of a lane were started here."""
-        for rank in self.ranks.intersection(lane.group.members) - {self._rank}:
-            self._mailbox.tell([rank], LaneStarted(lane.lane_id, lane.sequence))
+        receivers = self.ranks.intersection(lane.group.members)
+        self._mailbox.tell(receivers, LaneStarted(lane.lane_id, lane.sequence))
 
     def start_zeros(self) -> bool:
         """Start the operations with zeros that may start. True if there were any."""
-        started = False
+        before = len(self._operations)
         for lane in self.followed.values():
             while lane.zeros_startable():
                 self._operations.append(lane.start(joined=True))
-                started = True
-        return started
+        return len(self._operations) > before
 
     def end_if_over(self) -> None:
         """End the join if nothing of it is in flight."""
@@ -92,7 +78,8 @@ class Joining:
     def joined(self, rank: int) -> None:
         """Note that a rank takes part with zeros, and tell it how far the lanes are that wait for it."""
         self.ranks.add(rank)
-        self._groups.forget_repetitions()
+        for repetitions in list(self._groups.repetitions.values()):  # a thread that registers gradients may add to it
+            repetitions.forget_all()
         if rank != self._rank:
             for lane in list(self._open_lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:
@@ -108,6 +95,5 @@ class Joining:
     def end(self, last: int) -> None:
         """Note that all ranks have joined. The join ends here when the last operation with zeros is over."""
         self.ranks.clear()
-        self.over += 1
-        self._submissions.restart_counting()
-        self.last = last
+        self.over, self.last = self.over + 1, last
+        self._named.restart_counting()

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdkit.engine.session import runtime
-from hvdkit.errors import NotInitializedError
+
+EXPECTED = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 
 
 class ProcessSet:
@@ -33,29 +34,21 @@ class ProcessSet:
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        if isinstance(ranks_or_comm, Iterable) and not hasattr(ranks_or_comm, "Get_group"):
-            ranks = list(ranks_or_comm)
-            if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
-                raise ValueError(
-                    "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
-                    f"{ranks_or_comm!r}"
-                )
-            if len(set(ranks)) != len(ranks):
-                raise ValueError(f"ProcessSet: each rank can be named once, got {ranks}")
-            self.ranks = sorted(ranks)
-        elif hasattr(ranks_or_comm, "Get_group"):
+        if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
-        else:
-            raise ValueError(
-                "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
-                f"{type(ranks_or_comm).__name__}"
-            )
+            return
+        if not isinstance(ranks_or_comm, Iterable):
+            raise ValueError(f"{EXPECTED}, got {type(ranks_or_comm).__name__}")
+        ranks = list(ranks_or_comm)
+        if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in ranks):
+            raise ValueError(f"{EXPECTED}, got {ranks_or_comm!r}")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"ProcessSet: each rank can be named once, got {ranks}")
+        self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
         """Return the number of ranks, or None before the set is initialized."""
-        if self.process_set_id is None:
-            return None
-        return len(_ranks_of(self))
+        return None if self.process_set_id is None else len(_ranks_of(self))
 
     def rank(self) -> int | None:
         """Return this process's rank in the set, or None before the set is initialized.
@@ -77,9 +70,7 @@ class ProcessSet:
         """Return True if this process is in the set, None before ``ranks`` is known."""
         if self.process_set_id == 0:
             return True
-        if self.ranks is None:
-            return None
-        return runtime.topology().rank in self.ranks
+        return None if self.ranks is None else runtime.topology().rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -131,13 +122,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             dynamic.
         NotImplementedError: for a set made from an MPI communicator.
         NotInitializedError: before init() or after shutdown().
-
-    Examples:
-        >>> evaluators = hvd.add_process_set([1])
-        >>> if evaluators.included():
-        ...     hvd.barrier(process_set=evaluators)
-        >>> hvd.remove_process_set(evaluators)
-        True
     """
     engine = runtime.engine()
     if not isinstance(process_set, ProcessSet):
@@ -156,22 +140,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set; every rank of the job calls this.
-
-    Args:
-        process_set: the result of add_process_set(), or a set of ``hvd.init()``.
-
-    Returns:
-        True if there was such a set. The global set cannot be removed.
+    """Remove a set; every rank of the job calls this. Returns False for the global set, and if there is no such set.
 
     Raises:
         TypeError: if ``process_set`` is no ProcessSet.
         ValueError: where sets are not dynamic, as for add_process_set().
         NotInitializedError: before init() or after shutdown().
-
-    Examples:
-        >>> hvd.remove_process_set(hvd.global_process_set)
-        False
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"remove_process_set: process_set must be a hvd.ProcessSet, got {process_set!r}")
@@ -185,8 +159,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _check_dynamic(doing: str) -> None:
-    if not runtime.is_initialized():
-        raise NotInitializedError
     if not runtime.dynamic_process_sets():
         raise ValueError(
             f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after Horovod initialization.\n"

@@ -5,19 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop import messages
 from hvdkit.engine.loop.batches import Batches
-from hvdkit.engine.loop.driver import Driver
-from hvdkit.engine.loop.named import Submissions
-from hvdkit.engine.loop.negotiation import Negotiation
 from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.session.joining import Joining
-from hvdkit.engine.session.watch import Watch
-from hvdkit.engine.steps.lanes import Lanes
-from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, PayloadError, PeerFailedError, PeerLostError, in_words
-from hvdkit.transports.base import Transport
+
+if TYPE_CHECKING:
+    from hvdkit.engine.session.core import Engine
 
 logger = logging.getLogger("hvdkit")
 
@@ -29,23 +25,11 @@ GOODBYE_ON_ITS_WAY_SECONDS = 0.5
 class Rounds:
     """The work of the driver, which calls ``run`` from one thread at a time."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        driver: Driver,
-        negotiation: Negotiation,
-        lanes: Lanes,
-        joining: Joining,
-        batches: Batches,
-        submissions: Submissions,
-        operations: list[Operation],
-        watch: Watch,
-        telemetry: Telemetry,
-    ) -> None:
-        self._transport, self._driver = transport, driver
-        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
-        self._lanes, self._joining, self._submissions, self._operations = lanes, joining, submissions, operations
-        self._batches, self._watch, self._telemetry = batches, watch, telemetry
+    def __init__(self, engine: Engine, batches: Batches) -> None:
+        self._transport, self._driver, self._telemetry = engine.transport, engine.driver, engine.telemetry
+        self._negotiation, self._mailbox, self._named = engine.negotiation, engine.mailbox, engine.named
+        self._submissions, self._operations, self._lanes = engine.submissions, engine.operations, engine.lanes
+        self._joining, self._watch, self._batches = engine.joining, engine.watch, batches
         self._broke_at: dict[int, float] = {}
 
     def busy(self) -> bool:
@@ -195,37 +179,34 @@ class Rounds:
         mailbox.look_for_detours(lost, now)
 
     def _may_have_left(self, rank: int) -> bool:
-        """True if the goodbye of a rank whose connection broke may still be on its way over other ranks."""
-        if rank in self._mailbox.departed or self._mailbox.is_neighbour(rank):
+        """True if the goodbye of a rank whose connection broke may still be on its way, over other ranks."""
+        if rank in self._mailbox.departed or self._mailbox.relay.is_neighbour(rank):
             return False
         return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
 
     def _fail_operation(self, operation: Operation, error: Exception) -> None:
         """Raise the error of an operation, naming the lost rank. Return if a goodbye may still explain it."""
-        me = self._mailbox.me()
+        fact = f"{operation.what} failed on {self._mailbox.me()}: "
         if isinstance(error, PeerLostError):
             self._look_for_broken(self._transport.lost_peers(), monotonic())
             if self._mailbox.error is not None:
                 return
-            rank = self._first_gone(operation) if error.rank is None else error.rank
-            is_unclear = rank is None and monotonic() - operation.broken_at < NAMELESS_SECONDS
-            if is_unclear or (rank is not None and self._may_have_left(rank)):
+            rank = error.rank
+            if rank is None:  # a library that does not name it: the first of the operation's ranks that left or is lost
+                gone = {*self._mailbox.departed, *self._transport.lost_peers()}.intersection(operation.members)
+                left_at = self._mailbox.departed_at
+                rank = min(gone, key=lambda rank: left_at.get(rank, 0.0), default=None)
+            if monotonic() - operation.broken_at < NAMELESS_SECONDS if rank is None else self._may_have_left(rank):
                 return  # the operation raises it again
             reason = self._mailbox.departed.get(-1 if rank is None else rank)
             peer = "" if rank is None else self._mailbox.topology.describe(rank)
             text = f"{peer} has left the job: {reason}" if reason else str(error)
             if peer not in text:
                 text = f"{peer} is lost: {text}"
-            raise PeerLostError(f"{operation.what} failed on {me}: {text}", rank) from error
+            raise PeerLostError(fact + text, rank) from error
         if isinstance(error, PayloadError):
-            raise PayloadError(error.rank, error.problem, f"{operation.what} failed on {me}: ") from error
-        raise HorovodInternalError(f"{operation.what} failed on {me}: {in_words(error)}") from error
-
-    def _first_gone(self, operation: Operation) -> int | None:
-        """Return the first rank of an operation that has left or is lost, for a library that does not name it."""
-        gone = {*self._mailbox.departed, *self._transport.lost_peers()}.intersection(operation.members)
-        left_at = self._mailbox.departed_at
-        return min(gone, key=lambda rank: left_at.get(rank, 0.0), default=None)
+            raise PayloadError(error.rank, error.problem, fact) from error
+        raise HorovodInternalError(fact + in_words(error)) from error
 
     def _break(self, error: BaseException, was_broken: bool) -> bool:
         """End every wait with ``error``, and tell the other ranks, which would wait for this one."""
@@ -260,5 +241,5 @@ class Rounds:
             operation.fail(error)
         self._operations.clear()
         self._lanes.fail(error)
-        self._submissions.fail(error)
+        self._named.fail(error)
         self._joining.fail(error)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import config, environments
@@ -15,7 +16,7 @@ from hvdkit.engine.session.ending import ENDING, abort_mpi, watch_forks
 from hvdkit.engine.session.session import LEAVING, Session
 from hvdkit.environments import limits
 from hvdkit.environments.base import World
-from hvdkit.environments.failure_record import tell_init
+from hvdkit.environments.failure_record import take_wanted, tell_init
 from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError, TransportUnavailableError
 from hvdkit.transports import Job, open_transport
 from hvdkit.transports.base import Transport
@@ -33,10 +34,7 @@ _inherited: Session | None = None  # of the parent of this fork; to free it woul
 
 
 def engine() -> Engine:
-    """Return the engine, to communicate. Raises NotInitializedError (a ValueError) before init and after shutdown.
-
-    Raises ForkedChildError, a HorovodInternalError, in a process that was forked from the one that called init.
-    """
+    """Return the engine. Raises NotInitializedError (a ValueError); in forks of the rank's process ForkedChildError."""
     if _session is None:
         raise NotInitializedError
     if _session.process != os.getpid():
@@ -54,29 +52,31 @@ def is_initialized() -> bool:
     return _session is not None
 
 
-def check_not_forked() -> None:
-    """Raise ForkedChildError in a process that was forked from the one that called init."""
-    if _session is not None and _session.process != os.getpid():
-        raise ForkedChildError(_session.engine.mailbox.me(), _session.process)
-
-
 def is_forked() -> bool:
     """True if this process was forked from the one that called init."""
     return _session is not None and _session.process != os.getpid()
 
 
-def topology() -> Topology:
-    """Return this rank's place in the job, also in forked children. Raises NotInitializedError."""
+def check_not_forked() -> None:
+    """Raise ForkedChildError in a process that was forked from the one that called init."""
+    if is_forked():
+        engine()
+
+
+def _present() -> Session:
     if _session is None:
         raise NotInitializedError
-    return _session.engine.topology
+    return _session
+
+
+def topology() -> Topology:
+    """Return this rank's place in the job, also in forked children. Raises NotInitializedError."""
+    return _present().engine.topology
 
 
 def process_sets() -> Mapping[int, list[int]]:
     """Return the ranks of each process set by its number, also in forked children. Raises NotInitializedError."""
-    if _session is None:
-        raise NotInitializedError
-    return _session.engine.groups.ranks
+    return _present().engine.groups.ranks
 
 
 def carrier() -> str | None:
@@ -86,7 +86,7 @@ def carrier() -> str | None:
 
 def dynamic_process_sets() -> bool:
     """True if process sets may be added and removed after init."""
-    return _session is not None and _session.dynamic
+    return _session is not None and _session.engine.settings.dynamic_process_sets
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
@@ -110,35 +110,41 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     settings = config.from_environment()
     logger.setLevel(settings.log_level.upper())
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    settings = replace(settings, dynamic_process_sets=dynamic or settings.dynamic_process_sets)
     sets = [] if process_sets is None or dynamic else list(process_sets)
     world, members = _world_of(comm)
     # Errors in the arguments are raised before ranks meet: a rank that raised one later would leave the others waiting.
-    static = _static_ranks(
-        sets, world.size if members is None else len(members), comm if _is_communicator(comm) else None
-    )
+    static: list[list[int]] = []
+    size = world.size if members is None else len(members)
+    for number, process_set in enumerate(sets):
+        ranks = resolve_ranks(process_set, size, comm if _is_communicator(comm) else None)
+        if ranks in static or ranks == list(range(size)):
+            raise ValueError(
+                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
+                f"{process_set}"
+            )
+        static.append(ranks)
     if world.size > 1 and (words := limits.too_few_files(limits.FILES_OF_A_RANK)):
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}")  # MPI would crash
     try:
         world, transport = _connect(comm, world, members, settings, cuda, for_torch)
-        # A script that submits an operation has caught its SystemExit and goes on.
-        _session = Session(transport, world, settings, static, dynamic, ENDING.forget)
+        _session = Session(transport, world, settings, static)
     except (OSError, MemoryError, RuntimeError) as error:
         words = limits.exhausted(error)
         if words is None:
             raise
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}") from error
+    _session.engine.named.submitting = ENDING.forget  # a script that submits has caught its SystemExit and goes on
     watch_forks()
     for number, process_set in enumerate(sets, start=1):
         process_set.process_set_id = number
-    settings = _session.engine.settings
     if settings.timeline and settings.timeline != "DYNAMIC":
         _session.engine.telemetry.start(settings.timeline, settings.timeline_mark_cycles)
 
 
 def shutdown() -> None:
-    """Say goodbye to the other ranks and free everything; ``init`` may be called again afterwards.
+    """Say goodbye to the other ranks and free everything that a fork does not share; ``init`` may be called again.
 
-    In a forked child only the answers about ranks end: everything shared with the parent stays.
     Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is freed.
     """
     global _session, _inherited
@@ -163,36 +169,33 @@ def _is_communicator(comm: Any) -> bool:
     return hasattr(comm, "Get_rank")
 
 
-def first_gone() -> int | None:
+def _first_gone() -> int | None:
     """Return the rank that left the job before all others, None if none has."""
     return None if _session is None else next(iter(_session.engine.mailbox.departed), None)
 
 
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Return this process's place among all ranks, and the ranks that take part if not all do."""
-    ENDING.take_wanted()
+    ENDING.record_wanted = take_wanted() or ENDING.record_wanted
     tell_init()
     ENDING.renumbered = _is_communicator(comm) or (comm is not None and len(comm) > 0)
     if _is_communicator(comm):
-        ENDING.watch(shutdown, first_gone)
-        ENDING.abort_with(abort_mpi)
+        ENDING.watch(shutdown, _first_gone)
+        ENDING.abort = abort_mpi
         return World("mpi4py", comm.Get_rank(), comm.Get_size(), mpi=True), None
     world = environments.detect()
-    members = None if comm is None or len(comm) == 0 else sorted(comm)
-    if members is not None:
-        if members[0] < 0 or members[-1] >= world.size or len(set(members)) != len(members):
-            raise ValueError(
-                f"init(): argument comm: expected distinct ranks from 0 to {world.size - 1}, got {list(comm)}"
-            )
-        if world.rank not in members:
-            raise ValueError(
-                f"init(): argument comm: rank {world.rank} is not among {members}.\n"
-                "HINT: call hvd.init(comm=ranks) only on the ranks that it names."
-            )
+    members = sorted(comm) if ENDING.renumbered else None
+    if members is not None and (members[0] < 0 or members[-1] >= world.size or len(set(members)) != len(members)):
+        raise ValueError(f"init(): argument comm: expected distinct ranks from 0 to {world.size - 1}, got {list(comm)}")
+    if members is not None and world.rank not in members:
+        raise ValueError(
+            f"init(): argument comm: rank {world.rank} is not among {members}.\n"
+            "HINT: call hvd.init(comm=ranks) only on the ranks that it names."
+        )
     if world.size > 1:
-        ENDING.watch(shutdown, first_gone)  # before anything can fail that others wait for
+        ENDING.watch(shutdown, _first_gone)  # before anything can fail that others wait for
         if world.mpi:
-            ENDING.abort_with(abort_mpi)
+            ENDING.abort = abort_mpi
     _generations[tuple(members or ())] += 1
     return world, members
 
@@ -209,19 +212,6 @@ def _connect(
     if members is not None:
         world = World(world.launcher, members.index(world.rank), len(members), mpi=world.mpi)
     return world, transport
-
-
-def _static_ranks(process_sets: Sequence[ProcessSet], size: int, communicator: Any) -> list[list[int]]:
-    static: list[list[int]] = []
-    for number, process_set in enumerate(process_sets):
-        ranks = resolve_ranks(process_set, size, communicator)
-        if ranks in static or ranks == list(range(size)):
-            raise ValueError(
-                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
-                f"{process_set}"
-            )
-        static.append(ranks)
-    return static
 
 
 def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:

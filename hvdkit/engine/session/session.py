@@ -1,27 +1,21 @@
-"""A rank's part in a job, from meeting the other ranks to leaving them.
-
-A process may have several sessions, of different jobs or of different ranks of a job. ``runtime`` has the session of
-``hvd.init()``.
-"""
+"""A rank's part in a job, from meeting the other ranks to leaving them. A process may have several sessions."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from hvdkit.config import Settings
-from hvdkit.engine.loop.driver import Driver
 from hvdkit.engine.loop.messages import Bye, Ping
-from hvdkit.engine.loop.negotiation import SETTLING_SECONDS, Mailbox
+from hvdkit.engine.loop.negotiation import SETTLING_SECONDS
 from hvdkit.engine.loop.relay import Routes
 from hvdkit.engine.session.core import Engine
 from hvdkit.engine.session.ending import exit_status
 from hvdkit.engine.session.introduction import InitExchanges, introduce, measure_network
 from hvdkit.engine.session.sharing import share_memory
-from hvdkit.engine.session.watch import Watch
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.environments.base import World
@@ -37,34 +31,29 @@ logger = logging.getLogger("hvdkit")
 LEAVING = "it called hvd.shutdown() or ended"
 SHUT_DOWN = "hvdkit was shut down on this rank while the operation was in flight."
 
-
 # How long shutdown waits for the goodbyes of the others. A rank that failed waits only until they have its goodbye.
-GOODBYE_SECONDS = 5.0
-FAILED_GOODBYE_SECONDS = 0.3
-# How often a rank that has not said goodbye is asked for a sign of life.
-PING_SECONDS = 0.5
+GOODBYE_SECONDS, FAILED_GOODBYE_SECONDS = 5.0, 0.3
+PING_SECONDS = 0.5  # between two questions for a sign of life to a rank that has not said goodbye
 
 
 class GoodbyeWait:
     """The last wait of a rank: for the others' goodbyes, or until it is clear that they live, or are lost.
 
-    A late rank may have much to do before it leaves: it answers, and is not waited for. A rank that does not answer in
-    time is among the ``losses``: it was stopped or cut off, or hangs, and its job would never end.
+    A late rank answers, and is not waited for. A rank that does not answer in time is among the ``losses``.
     """
 
-    def __init__(self, driver: Driver, mailbox: Mailbox, watch: Watch, reason: str, code: int, failed: bool) -> None:
-        self._mailbox, self._watch = mailbox, watch
-        self._failed = failed
+    def __init__(self, engine: Engine, reason: str, code: int, failed: bool) -> None:
+        self._mailbox, self._watch, self._failed = engine.mailbox, engine.watch, failed
         self._began = monotonic()
         self._announced = False
         self._pinged_at: float | None = None
         self.losses: list[Loss] = []
 
         def tell() -> None:
-            mailbox.tell_everyone(Bye(reason, code))
+            self._mailbox.tell_everyone(Bye(reason, code))
             self._announced = True
 
-        driver.defer(tell)
+        engine.driver.defer(tell)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not said goodbye."""
@@ -73,8 +62,7 @@ class GoodbyeWait:
 
     def over(self) -> bool:
         """True if this rank may leave, also where it cannot send messages any more."""
-        missing = self.missing()
-        now = monotonic()
+        missing, now = self.missing(), monotonic()
         waited = now - self._began
         if self._announced and not missing:
             return not self._mailbox.relay.held
@@ -85,8 +73,8 @@ class GoodbyeWait:
             if waited > PING_SECONDS:
                 self._ping(missing, now)
             return False
-        unheard = [rank for rank in missing if not self._mailbox.liveness.heard_since(rank, self._pinged_at)]
-        if unheard:
+        heard_since = self._mailbox.liveness.heard_since
+        if unheard := [rank for rank in missing if not heard_since(rank, self._pinged_at)]:
             self.losses = self._watch.lost_since(unheard, self._pinged_at, now)
             return bool(self.losses)
         # Only an answer to the last ping shows that a rank lives at the end.
@@ -105,18 +93,11 @@ class Session:
     """A rank's engine, and the ``process`` that may use it; forks of the process may not."""
 
     def __init__(
-        self,
-        transport: Transport,
-        world: World,
-        settings: Settings,
-        process_sets: Sequence[list[int]] = (),
-        dynamic: bool = False,
-        submitting: Callable[[], None] | None = None,
+        self, transport: Transport, world: World, settings: Settings, process_sets: Sequence[list[int]] = ()
     ) -> None:
         """Meet the other ranks of ``transport``, which this object owns from now on. Collective, and blocks.
 
-        ``process_sets``: the ranks of each initial set; ``dynamic``: sets may be added.
-        ``submitting`` is called whenever an operation is submitted.
+        ``process_sets``: the ranks of each initial set.
         Raises HorovodInternalError on every rank if versions or process sets differ, PeerLostError.
         """
         self._heartbeat: Heartbeat | None = None
@@ -127,7 +108,6 @@ class Session:
                 return exchanges.exchange(connected, blob)
 
             topology, settings = introduce(transport.rank, world, settings, process_sets, exchange)
-
             # Others wait for the outcome with a deadline.
             start_seconds = min(settings.start_timeout_seconds, settings.timeout_seconds / 2)
             transport = connected.start(exchange, start_seconds, settings.timeout_seconds)
@@ -141,23 +121,19 @@ class Session:
             neighbours = Routes(transport.rank, topology.nodes).neighbours()
             unspoken = set(range(transport.size)) - {transport.rank} - neighbours
             transport.settle([], sorted(unspoken), lambda: exchange(b"here"))
-            self.engine = Engine(
-                transport, topology, settings, network, process_sets, exchanges.leftover, self._heartbeat, submitting
-            )
+            leftover = exchanges.leftover
+            self.engine = Engine(transport, topology, settings, network, process_sets, leftover, self._heartbeat)
         except BaseException:
             if self._heartbeat is not None:
                 self._heartbeat.stop()
             transport.close(graceful=False)
             raise
         self.process = os.getpid()
-        self.dynamic = dynamic or settings.dynamic_process_sets
 
     def close(self, reason: str = LEAVING, code: int = 0, failed: bool = False) -> PeerLostError | None:
         """Say goodbye with ``reason`` and this process's exit code, wait for the others' goodbyes, and free everything.
 
-        ``failed``: wait only until the others have this goodbye.
-
-        Returns the error of a rank that neither says goodbye nor gives a sign of life.
+        Returns the error of a rank that neither says goodbye nor gives a sign of life. ``failed``: only send it.
         """
         engine = self.engine
         graceful, lost = False, None
@@ -168,9 +144,8 @@ class Session:
             engine.driver.stop()
             with engine.driver.halted(1.0) as halted:
                 if not halted:
-                    logger.warning(
-                        "%s: a library that the engine called has not come back; it is left there", engine.mailbox.me()
-                    )
+                    me = engine.mailbox.me()
+                    logger.warning("%s: a library that the engine called has not come back; it is left there", me)
                 engine.rounds.fail(HorovodInternalError(SHUT_DOWN))
                 engine.telemetry.stop()
                 if self._heartbeat is not None:
@@ -180,18 +155,16 @@ class Session:
 
     def _say_goodbye(self, reason: str, code: int, failed: bool) -> tuple[bool, PeerLostError | None]:
         """Return whether all ranks shut down now, and the error of a lost rank."""
-        engine = self.engine
-        mailbox, watch = engine.mailbox, engine.watch
+        engine, mailbox = self.engine, self.engine.mailbox
         if mailbox.departed:
             first, cause = next(iter(mailbox.departed.items()))
             reason += f", after rank {first} had left ({cause})"
         failed = failed or bool(code or mailbox.error)
-        goodbye = GoodbyeWait(engine.driver, mailbox, watch, reason, mailbox.failed_with or exit_status(code), failed)
+        goodbye = GoodbyeWait(engine, reason, mailbox.failed_with or exit_status(code), failed)
         engine.driver.drive_until(goodbye.over)
         # A connection that breaks now is no loss: its rank may have left with its goodbye unsent, and if it was killed,
         # its launcher knows.
         lost = None
-        if goodbye.losses:
-            first_lost = goodbye.losses[0]
-            lost = PeerLostError(watch.loss_text(first_lost, " and did not say goodbye"), first_lost.rank)
+        for loss in goodbye.losses[:1]:
+            lost = PeerLostError(engine.watch.loss_text(loss, " and did not say goodbye"), loss.rank)
         return not goodbye.missing() and mailbox.error is None, lost

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdkit import kernels
 from hvdkit.arena import ARENA, NOT_SERVED
@@ -21,33 +21,41 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
-# How long handing over the memory may take. A rank that cannot get it must not keep the others at init.
-OBTAIN_SECONDS = 10.0
+OBTAIN_SECONDS = 10.0  # to hand over the memory; a rank that cannot get it must not keep the others at init
+NOT_BUILT = (
+    "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a copy that "
+    "was not installed: python setup.py build_ext --inplace builds them in it)"
+)
 
 
 def share_memory(transport: Transport, topology: Topology, settings: Settings, exchange: Exchange) -> Transport:
     """Return the transport of this job: ``transport`` itself, or with the node's memory before it. Collective.
 
-    ``exchange`` returns the bytes of all ranks. A problem on one rank of a node holds for all its ranks.
+    A problem on one rank of a node holds for all its ranks.
     """
     if all(len(node) == 1 for node in topology.nodes):
         return transport
     # All ranks are connected, so none comes late, and others wait for the outcome with a deadline.
     rank, seconds = topology.rank, min(settings.start_timeout_seconds, settings.timeout_seconds / 4, OBTAIN_SECONDS)
     node = next(list(members) for members in topology.nodes if rank in members)
-    reason = _reason_not_to_share(settings)
+    reason = NOT_BUILT if kernels.backend() != "native" else ""
+    reason = reason if settings.node_memory else "HVDKIT_NODE_MEMORY is 0"
     invitation: Invitation | None = None
     offer = {}
     if rank == node[0] and len(node) > 1 and not reason:
-        invitation, reason = _invite()
-        if invitation is not None:
+        from hvdkit.transports.node.memory import Invitation  # which needs the native kernels
+
+        try:
+            invitation = Invitation()
             offer = {"address": invitation.address, "secret": invitation.secret}
+        except (OSError, AttributeError) as error:  # AttributeError: Python was built for a system without memfd_create
+            reason = f"no memory file can be made here ({error})"
     reports = [json.loads(blob) for blob in exchange(json.dumps({"reason": reason, **offer}).encode())]
     reason = next((reports[member]["reason"] for member in node if reports[member]["reason"]), "")
     obtained: tuple[NodeMemory, Window, dict[int, Window]] | None = None
     if len(node) > 1 and not reason:
         arena = ARENA.open(settings.arena)
-        obtained, reason = _obtain(invitation, reports[node[0]], node, rank, transport.size, seconds, arena)
+        obtained, reason = _obtain(invitation, reports[node[0]], node, transport, seconds, arena)
     elif invitation is not None:
         invitation.withdraw()
     # One rank alone may have failed to get it. An arena is used by a node's ranks if all of them have mapped it.
@@ -78,59 +86,27 @@ def share_memory(transport: Transport, topology: Topology, settings: Settings, e
         windows[owner] if all(owner in blobs[member]["arenas"] for member in node) else None
         for owner in range(len(node))
     ]
-    problem = _why_not_in_place(node, arenas, blobs)
-    if problem is not None and rank == node[0]:
-        logger.warning(NOT_SERVED, *problem)
-    return NodeTransport(transport, memory, rings, arenas)
-
-
-def _why_not_in_place(
-    node: Sequence[int], arenas: Sequence[Window | None], outcomes: Sequence[dict[str, Any]]
-) -> tuple[str, str] | None:
-    """Return the ranks whose gradients cannot be reduced in place, and the reason, unless a setting asks for that."""
     missing = [owner for owner, arena in enumerate(arenas) if arena is None]
-    reasons = [f"{reason} on rank {node[owner]}" for owner in missing if (reason := outcomes[node[owner]]["no_arena"])]
-    is_mapped = any(owner in outcomes[member]["arenas"] for owner in missing for member in node)
-    if is_mapped:
+    reasons = [f"{reason} on rank {node[owner]}" for owner in missing if (reason := blobs[node[owner]]["no_arena"])]
+    if any(owner in blobs[member]["arenas"] for owner in missing for member in node):
         reasons.append("not all ranks of this host can map their memory")
-    if not reasons:
-        return None
-    return f"the ranks {[node[owner] for owner in missing]}", reasons[0]
-
-
-def _reason_not_to_share(settings: Settings) -> str:
-    if not settings.node_memory:
-        return "HVDKIT_NODE_MEMORY is 0"
-    if kernels.backend() != "native":
-        return (
-            "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a copy "
-            "that was not installed: python setup.py build_ext --inplace builds them in it)"
-        )
-    return ""
-
-
-def _invite() -> tuple[Invitation | None, str]:
-    from hvdkit.transports.node.memory import Invitation
-
-    try:
-        return Invitation(), ""
-    except (OSError, AttributeError) as error:  # AttributeError: Python was built for a system without memfd_create
-        return None, f"no memory file can be made here ({error})"
+    if reasons and rank == node[0]:  # gradients of these ranks cannot be reduced in place, and no setting asks for that
+        logger.warning(NOT_SERVED, f"the ranks {[node[owner] for owner in missing]}", reasons[0])
+    return NodeTransport(transport, memory, rings, arenas)
 
 
 def _obtain(
     invitation: Invitation | None,
     offer: dict[str, str],
     node: Sequence[int],
-    rank: int,
-    size: int,
+    transport: Transport,
     seconds: float,
     arena: int,
 ) -> tuple[tuple[NodeMemory, Window, dict[int, Window]] | None, str]:
     from hvdkit.transports.node.memory import NodeMemory, fetch, map_arenas
     from hvdkit.transports.node.transport import window_bytes
 
-    descriptor, memory = -1, None
+    rank, descriptor, memory = transport.rank, -1, None
     try:
         if invitation is not None:
             descriptor, arenas = invitation.serve(len(node) - 1, seconds, arena)
@@ -140,7 +116,7 @@ def _obtain(
         memory = NodeMemory(descriptor, node.index(rank), len(node))
         # Segments that every job needs are mapped while the ranks can still agree to do without.
         memory.map_in_advance(staging_segment(0), group_bytes(len(node)))
-        return (memory, memory.window(0, window_bytes(len(node), size)), windows), ""
+        return (memory, memory.window(0, window_bytes(len(node), transport.size)), windows), ""
     except OSError as error:
         if memory is not None:
             memory.close()

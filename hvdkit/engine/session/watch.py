@@ -7,47 +7,31 @@ import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from hvdkit.config import Settings
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
-from hvdkit.engine.loop.named import Submissions
-from hvdkit.engine.loop.negotiation import Negotiation
-from hvdkit.engine.loop.operation import Operation
-from hvdkit.engine.loop.waiting import WaitingThreads
-from hvdkit.engine.ops.hints import LEFT_EARLY, STALLED
-from hvdkit.engine.session.joining import Joining
+from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError
 
 if TYPE_CHECKING:
+    from hvdkit.engine.loop.waiting import WaitingThread
+    from hvdkit.engine.session.core import Engine
     from hvdkit.kernels._native import Heartbeat
 
 logger = logging.getLogger("hvdkit")
 
 LOOK_SECONDS = 0.1
-# How long a wait lasts before the coordinator hears of it, so that it can find a dead-lock.
-BLOCKED_SECONDS = 0.2
-# How long messages that a rank sent before it left may be on their way.
-DEPARTED_SECONDS = 1.0
+BLOCKED_SECONDS = 0.2  # of a wait before the coordinator hears of it, so that it can find a dead-lock
+DEPARTED_SECONDS = 1.0  # for which messages that a rank sent before it left may be on their way
 
 
 class Watch:
     """The time limits of the engine. Rounds call ``look`` from ``next_look`` on."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        heartbeat: Heartbeat | None,
-        negotiation: Negotiation,
-        joining: Joining,
-        submissions: Submissions,
-        operations: list[Operation],
-        waiting: WaitingThreads,
-    ) -> None:
-        self._settings, self._heartbeat = settings, heartbeat
-        self._negotiation, self._mailbox = negotiation, negotiation.mailbox
-        self._joining, self._submissions, self._operations = joining, submissions, operations
-        self._waiting = waiting
+    def __init__(self, engine: Engine, heartbeat: Heartbeat | None) -> None:
+        self._settings, self._heartbeat = engine.settings, heartbeat
+        self._negotiation, self._mailbox, self._waiting = engine.negotiation, engine.mailbox, engine.waiting
+        self._joining, self._submissions, self._operations = engine.joining, engine.submissions, engine.operations
         self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
         self.next_look = 0.0
 
@@ -111,10 +95,11 @@ class Watch:
 
     def _awaited_peers(self) -> set[int]:
         peers = {peer for operation in self._operations for peer in operation.awaited_peers()}
-        for waiting in list(self._waiting.by_thread.values()):
-            if isinstance(waiting.subject, Lane):
-                peers |= waiting.subject.abandonment.unanswered()
-        return peers
+        return peers.union(*(lane.abandonment.unanswered() for _, lane in self._waiting_lanes()))
+
+    def _waiting_lanes(self) -> list[tuple[WaitingThread, Lane]]:
+        waiting = list(self._waiting.by_thread.values())
+        return [(each, each.subject) for each in waiting if isinstance(each.subject, Lane)]
 
     def _look_for_stalls(self, now: float) -> None:
         settings = self._settings
@@ -134,9 +119,8 @@ class Watch:
                     f"{stall.key} stalled: ranks {stall.missing} did not submit it within {fail_after:g} s "
                     f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.\n{STALLED}",
                 )
-        for waiting in list(self._waiting.by_thread.values()):
-            lane = waiting.subject
-            if not isinstance(lane, Lane) or lane.idle():
+        for waiting, lane in self._waiting_lanes():
+            if lane.idle():
                 continue
             ranks = sorted(self._awaited_peers())
             seconds = now - max(waiting.since, lane.moved_at)
@@ -147,47 +131,34 @@ class Watch:
                     self._mailbox.me(), ranks, lane.waiting_for(), seconds, STALLED,
                 )  # fmt: skip
             if fail_after > 0 and seconds > fail_after:
-                lane.fail(
-                    StallError(
-                        f"{lane.waiting_for()} stalled on {self._mailbox.me()}: ranks {ranks} did not send their part "
-                        f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).\n{STALLED}"
-                    )
-                )
+                fact = f"{lane.waiting_for()} stalled on {self._mailbox.me()}: ranks {ranks} did not send their part"
+                limit = f"within {fail_after:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+                lane.fail(StallError(f"{fact} {limit}.\n{STALLED}"))
 
     def _look_for_departed(self, now: float) -> None:
         departed, departed_at = self._mailbox.departed, self._mailbox.departed_at
         if not departed:
             return
-        for operation in self._operations:
-            gone = operation.awaited_peers().intersection(departed)
-            rank = min(gone, key=departed_at.__getitem__, default=None)
-            if rank is not None and now - max(operation.since, departed_at[rank]) > DEPARTED_SECONDS:
+        me = self._mailbox.me()
+        waits = [(each.awaited_peers(), each.since, f"{each.what} on {me} waits for") for each in self._operations]
+        for _, lane in self._waiting_lanes():
+            text = f"{me} gave up a step of optimizer '{lane.name}', and waits for the answer of"
+            waits.append((lane.abandonment.unanswered(), 0.0, text))
+        for peers, since, text in waits:
+            rank = min(peers.intersection(departed), key=departed_at.__getitem__, default=None)
+            if rank is not None and now - max(since, departed_at[rank]) > DEPARTED_SECONDS:
                 raise PeerLostError(
-                    f"{operation.what} on {self._mailbox.me()} waits for {self._topology.describe(rank)}, "
-                    f"which has left the job: {departed[rank]}.\n{LEFT_EARLY.format(rank=rank)}",
-                    rank,
-                )
-        for waiting in list(self._waiting.by_thread.values()):
-            lane = waiting.subject
-            if isinstance(lane, Lane) and (gone := lane.abandonment.unanswered().intersection(departed)):
-                rank = min(gone, key=departed_at.__getitem__)
-                raise PeerLostError(
-                    f"{self._mailbox.me()} gave up a step of optimizer '{lane.name}', and waits for the answer of "
-                    f"{self._topology.describe(rank)}, which has left the job: {departed[rank]}.\n"
+                    f"{text} {self._topology.describe(rank)}, which has left the job: {departed[rank]}.\n"
                     f"{LEFT_EARLY.format(rank=rank)}",
                     rank,
                 )
-        if 0 in departed and (self._submissions or self._joining.waiting):
-            if self._joining.waiting:
-                raise PeerLostError(
-                    f"hvd.join() waits for rank 0, which has left the job: {departed[0]}.\n"
-                    "HINT: call hvd.join() on all ranks, and leave the job after it; see what rank 0 printed.",
-                    0,
-                )
+        if 0 in departed and self._joining.waiting:
+            raise PeerLostError(JOIN_LEFT.format(rank=0, reason=departed[0]), 0)
+        if 0 in departed and self._submissions:
             text = next(iter(self._submissions.values())).handle.description
             first, reason = next(iter(departed.items()))  # the others often leave because the first did
             raise PeerLostError(
-                f"{text} on {self._mailbox.me()} cannot go on without rank 0, which has left the job; the first to "
+                f"{text} on {me} cannot go on without rank 0, which has left the job; the first to "
                 f"leave was {self._topology.describe(first)}: {reason}.\n"
                 "HINT: let every rank make the same calls and call hvd.shutdown() together.",
                 first,
@@ -213,7 +184,6 @@ class Watch:
             raise PeerLostError(text, losses[0].rank)
 
     def _count_beats(self, ranks: Collection[int], now: float) -> None:
-        heartbeat = self._heartbeat
-        if heartbeat is not None:
+        if self._heartbeat is not None:
             for rank in ranks:
-                self._liveness.counted(rank, heartbeat.count(rank), now)
+                self._liveness.counted(rank, self._heartbeat.count(rank), now)

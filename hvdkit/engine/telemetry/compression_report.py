@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,8 @@ class CodecStatistics:
         sent = f"{self.codec}: {_in_words(self.bytes_before)} sent as {_in_words(self.bytes_after)} ({size})"
         if not self.encode_seconds and not self.decode_seconds:  # casts are a part of the sum, and not measured
             return sent
-        return (
-            f"{sent}, encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s, "
-            f"residual {self.residual_norm:.3g}"
-        )
+        seconds = f"encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s"
+        return f"{sent}, {seconds}, residual {self.residual_norm:.3g}"
 
 
 @dataclass(frozen=True)
@@ -61,22 +60,19 @@ class CompressionStatistics:
 def compression_statistics(
     reports: Iterable[tuple[str, Iterable[Report]]], by_name: Mapping[str, Tally]
 ) -> CompressionStatistics:
-    """Return the statistics of all optimizers' parameters and of operations by name, which have no residuals.
-
-    Args:
-        reports: the name and the reports of each lane.
-        by_name: tallies of operations by name, by codec.
-    """
+    """Return the statistics from the reports of each lane, by name, and the tallies of operations by name, by codec."""
     by_parameter: dict[str, CodecStatistics] = {}
-    totals: dict[str, tuple[Tally, float]] = {}
+    totals: dict[str, Tally] = {}
+    squares: dict[str, float] = defaultdict(float)
     for lane, tensors in reports:
         for tensor, codec, tally, norm in tensors:
             name = tensor if tensor not in by_parameter else f"{tensor} ({lane})"
             by_parameter[name] = _statistics(codec, tally, norm)
-            _count(totals, codec, tally, norm)
+            totals.setdefault(codec, Tally()).add(tally)
+            squares[codec] += norm * norm
     for codec, tally in by_name.items():
-        _count(totals, codec, tally, 0.0)
-    by_codec = {codec: _statistics(codec, tally, square**0.5) for codec, (tally, square) in totals.items()}
+        totals.setdefault(codec, Tally()).add(tally)
+    by_codec = {codec: _statistics(codec, tally, squares[codec] ** 0.5) for codec, tally in totals.items()}
     return CompressionStatistics(by_codec, by_parameter)
 
 
@@ -96,12 +92,6 @@ def _in_words(size: int) -> str:
     if size < 1000:
         return f"{size} byte{'' if size == 1 else 's'}"
     return f"{size / 1e3:.1f} kB" if size < 999_950 else f"{size / 1e6:.1f} MB"
-
-
-def _count(totals: dict[str, tuple[Tally, float]], codec: str, tally: Tally, norm: float) -> None:
-    total, square = totals.get(codec, (Tally(), 0.0))
-    total.add(tally)
-    totals[codec] = total, square + norm * norm
 
 
 def _statistics(codec: str, tally: Tally, norm: float) -> CodecStatistics:

@@ -1,25 +1,21 @@
 """Detection of lost ranks: a pure decision from the times of each rank's last answer and last beat.
 
 A rank answers from Python; it beats from a thread that needs no Python (``transports/node/heartbeat``). A rank that
-does neither for the timeout is lost: it was killed, stopped or cut off. A rank that beats and does not answer may have
-a library that keeps Python's lock, or a dead-lock of Python's threads: it gets a longer timeout. Some ranks' beats
-cannot be seen from here.
+does neither for the timeout was killed, stopped or cut off. A rank that beats and does not answer may have a library
+that keeps Python's lock: it gets a longer timeout. Some ranks' beats cannot be seen from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LONGEST_INTERVAL_SECONDS = 5.0
-# If this rank was paused for that fraction of the timeout, it does not blame its peers for silence.
-BLIND_PART = 1 / 2
-# After a pause, beats are seen again within this fraction of the timeout: in the node's memory or by a thread.
-SEEN_AGAIN_PART = 1 / 4
+BLIND_PART = 1 / 2  # of the timeout: a rank that was paused for so long does not blame its peers for silence
+SEEN_AGAIN_PART = 1 / 4  # of the timeout, within which beats are seen again after a pause
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """A lost rank; ``beats`` if its process lives."""
 
     rank: int
@@ -30,8 +26,7 @@ class Liveness:
     """The signs of life of the ranks that this rank waits for."""
 
     def __init__(self, timeout_seconds: float, unresponsive_seconds: float) -> None:
-        self._timeout = timeout_seconds
-        self._unresponsive = unresponsive_seconds
+        self._timeout, self._unresponsive = timeout_seconds, unresponsive_seconds
         self._interval = min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
         self._answered: dict[int, float] = {}
         self._beats: dict[int, int] = {}
@@ -67,12 +62,11 @@ class Liveness:
 
     def loss(self, rank: int, since: float, now: float) -> Loss | None:
         """Return the loss of ``rank``, for which this rank has waited since then; None if it is not lost."""
-        answered = max(since, self._answered.get(rank, 0.0), self._blind_until)
+        last_answer = max(since, self._answered.get(rank, 0.0))
+        answered = last_sign = max(last_answer, self._blind_until)
         if rank in self._beat_at:
             seen_again = self._blind_until - (1 - SEEN_AGAIN_PART) * self._timeout
-            last_sign = max(since, self._answered.get(rank, 0.0), self._beat_at[rank], seen_again)
-        else:
-            last_sign = answered
+            last_sign = max(last_answer, self._beat_at[rank], seen_again)
         if now - last_sign >= self._timeout:
             return Loss(rank, beats=False)
         return Loss(rank, beats=True) if now - answered >= self._unresponsive else None

@@ -28,10 +28,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reductions = 0
-        self._reduced_bytes = 0
-        self._busy = 0.0
-        self._waited = 0.0
+        self._reductions = self._reduced_bytes = 0
+        self._busy = self._waited = 0.0
         self._encoded: dict[str, Tally] = {}
 
     def reduced(self, nbytes: int, seconds: float) -> None:
@@ -74,11 +72,8 @@ class Arrival(NamedTuple):
     @property
     def fields(self) -> dict[str, Any]:
         """The arguments of the wait in the timeline."""
-        return {
-            "last_rank": self.rank,
-            "ms_after_the_one_before": round(1e3 * self.after_the_one_before, 3),
-            "ms_after_the_first": round(1e3 * self.after_the_first, 3),
-        }
+        before, first = round(1e3 * self.after_the_one_before, 3), round(1e3 * self.after_the_first, 3)
+        return {"last_rank": self.rank, "ms_after_the_one_before": before, "ms_after_the_first": first}
 
 
 def last_of(came: Mapping[int, float]) -> Arrival | None:

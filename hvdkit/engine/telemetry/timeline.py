@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 _log = logging.getLogger(__name__)
 
@@ -29,28 +29,18 @@ _OPENING = b"["
 _CLOSING = b"\n]\n"
 
 
-class _Event(NamedTuple):
-    phase: str  # B begin, E end, X span, i instant
-    row: str | None
-    name: str
-    start: float  # seconds
-    duration: float
-    args: dict[str, Any] | None
-
-
 class Timeline:
     """The events of a recording: a caller writes them out, at most every half second or after a number of events.
 
-    Any thread may call any method. A file that cannot be written costs one warning and ends the recording: no method
-    raises for it. Events recorded since the last flush are lost when the process is killed.
+    Any thread may call any method. A file that cannot be written costs one warning and ends the recording.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, mark_cycles: bool = False) -> None:
         self.path = os.fspath(path)
         self.mark_cycles = mark_cycles
         self._rank = rank
-        # Appended to without the lock, emptied with it.
-        self._events: deque[_Event] = deque()
+        # Events with their rows. Appended to without the lock, emptied with it.
+        self._events: deque[tuple[str | None, dict[str, Any]]] = deque()
         self._flushing = threading.Lock()
         self._rows: dict[str, int] = {}
         self._open: dict[str, int] = {}  # activities begun and not ended, by row
@@ -62,8 +52,11 @@ class Timeline:
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             self._end = os.pwrite(self._file, _OPENING + _CLOSING, 0) - len(_CLOSING)
-            name = _metadata("process_name", rank, 0, name=f"rank {rank}")
-            self._write([name, _metadata("process_sort_index", rank, 0, sort_index=rank)])
+            about: dict[str, Any] = {
+                "process_name": {"name": f"rank {rank}"},
+                "process_sort_index": {"sort_index": rank},
+            }
+            self._write([self._metadata(name, 0, args) for name, args in about.items()])
         except OSError as error:
             self._give_up(error)
         atexit.register(self.close)
@@ -76,22 +69,22 @@ class Timeline:
     def begin(self, row: str, activity: str, **args: Any) -> None:
         """Begin an activity now; activities of a row nest."""
         self._open[row] = self._open.get(row, 0) + 1
-        self._record(_Event("B", row, activity, time.perf_counter(), 0.0, args))
+        self._record(row, "B", time.perf_counter(), name=activity, args=args)
 
     def end(self, row: str) -> None:
         """End the innermost activity of the row now, if one was begun in this recording."""
         if self._open.get(row):
             self._open[row] -= 1
-            self._record(_Event("E", row, "", time.perf_counter(), 0.0, None))
+            self._record(row, "E", time.perf_counter())
 
     def span(self, row: str, activity: str, start_seconds: float, end_seconds: float, **args: Any) -> None:
         """Record an activity that is over, by ``time.perf_counter``; the part before the recording is cut off."""
         start = max(start_seconds, self._began)
-        self._record(_Event("X", row, activity, start, max(end_seconds - start, 0.0), args))
+        self._record(row, "X", start, name=activity, dur=max(end_seconds - start, 0.0) * 1e6, args=args)
 
     def instant(self, name: str, **args: Any) -> None:
         """Set a mark over all rows, now."""
-        self._record(_Event("i", None, name, time.perf_counter(), 0.0, args))
+        self._record(None, "i", time.perf_counter(), name=name, s="p", args=args)
 
     def mark_cycle(self) -> None:
         """Mark one round of the engine, if ``mark_cycles``."""
@@ -114,10 +107,11 @@ class Timeline:
             self._close_file()
         atexit.unregister(self.close)
 
-    def _record(self, event: _Event) -> None:
+    def _record(self, row: str | None, phase: str, seconds: float, **fields: Any) -> None:
         if self._file is None:
             return
-        self._events.append(event)
+        microseconds = round((seconds - self._began) * 1e6, 3)
+        self._events.append((row, {"ph": phase, "pid": self._rank, "ts": microseconds, **fields}))
         due = len(self._events) >= FLUSH_EVENTS or time.perf_counter() >= self._next_flush
         # If another thread writes, do not wait for the disk.
         if due and self._flushing.acquire(blocking=False):
@@ -134,29 +128,20 @@ class Timeline:
         if self._file is None or not events or os.getpid() != self._process:
             return
         lines: list[str] = []
-        for event in events:
-            if event.row is not None and event.row not in self._rows:
-                self._rows[event.row] = row = len(self._rows) + 1
-                lines.append(_metadata("thread_name", self._rank, row, name=event.row))
-                index = row - TOP if event.row.startswith(TRAINING) else row
-                lines.append(_metadata("thread_sort_index", self._rank, row, sort_index=index))
-            lines.append(self._line(event))
+        for row, event in events:
+            if row is not None and row not in self._rows:
+                self._rows[row] = number = len(self._rows) + 1
+                lines.append(self._metadata("thread_name", number, {"name": row}))
+                index = number - TOP if row.startswith(TRAINING) else number
+                lines.append(self._metadata("thread_sort_index", number, {"sort_index": index}))
+            lines.append(_json({**event, "tid": 0 if row is None else self._rows[row]}))
         try:
             self._write(lines)
         except OSError as error:
             self._give_up(error)
 
-    def _line(self, event: _Event) -> str:
-        row = 0 if event.row is None else self._rows[event.row]
-        time_us = (event.start - self._began) * 1e6
-        line = f'{{"ph":"{event.phase}","pid":{self._rank},"tid":{row},"ts":{time_us:.3f}'
-        if event.phase != "E":
-            line += f',"name":{json.dumps(event.name)}'
-        if event.phase == "X":
-            line += f',"dur":{event.duration * 1e6:.3f}'
-        elif event.phase == "i":
-            line += ',"s":"p"'
-        return line + (f',"args":{_args_json(event.args)}}}' if event.args else "}")
+    def _metadata(self, name: str, row: int, args: dict[str, Any]) -> str:
+        return _json({"ph": "M", "name": name, "pid": self._rank, "tid": row, "args": args})
 
     def _write(self, lines: list[str]) -> None:
         """Replace the closing bracket by events and a closing bracket, in one write."""
@@ -186,13 +171,9 @@ class Timeline:
             os.close(file)
 
 
-def _metadata(kind: str, process: int, row: int, **args: Any) -> str:
-    return json.dumps({"ph": "M", "name": kind, "pid": process, "tid": row, "args": args}, separators=(",", ":"))
-
-
-def _args_json(args: dict[str, Any]) -> str:
-    """Return JSON of anything; values that JSON cannot hold, such as NaN, as text."""
+def _json(event: dict[str, Any]) -> str:
+    """Return an event as JSON; values that JSON cannot hold, such as NaN, as text."""
     try:
-        return json.dumps(args, allow_nan=False, default=str)
+        return json.dumps(event, allow_nan=False, default=str, separators=(",", ":"))
     except (ValueError, TypeError):
-        return json.dumps({name: repr(value) for name, value in args.items()})
+        return json.dumps({**event, "args": {name: repr(value) for name, value in event["args"].items()}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hvdkit import kernels
 from hvdkit.api.gradients.verification import Verification
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import Statement, exchange_by_name, sketch
+from hvdkit.engine.telemetry.verifying import Statement, sketch
 from hvdkit.torch.gradients.names import parameters_of
 
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.broadcast_optimizer_state(optimizer, 0)"
@@ -88,8 +87,7 @@ def _precision(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def machine_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return what decides how this rank's updates are rounded."""
+def _machine_of(tensors: Sequence[torch.Tensor]) -> str:
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     names = {torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices}
     capability = torch.backends.cpu.get_cpu_capability()
@@ -118,8 +116,7 @@ class OptimizerVerification(Verification):
         Raises ParametersDifferError on all ranks if they differ and all ranks update at once.
         """
         if self.wants(self.step):
-            self.state(self._statement(groups, name_of, self.wants(self.step, sparse=True)))
-            self.compare_at_once(self._process_set.process_set_id)
+            self.state(self._statement_of(groups, name_of, self.step))
 
     @_disable_dynamo
     def combined(self, engine: Any, label: str, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
@@ -134,21 +131,16 @@ class OptimizerVerification(Verification):
             self._joins, self._count = engine.joining.over, 0
         self._count += 1
         if self.wants(self._count):
-            statement = self._statement(groups, name_of, self.wants(self._count, sparse=True))
-            self._stated = replace(statement, is_first=not self._has_compared)
-            comparison = exchange_by_name(engine.named, label, self._process_set.process_set_id, self._stated)
-            self._judge(comparison, label, self._count)
+            self._statement = self._statement_of(groups, name_of, self._count)
+            self._compare(label, self._process_set.process_set_id, self._count)
 
-    def _statement(self, groups: Sequence[dict[str, Any]], name_of: NameOf, sparse_too: bool) -> Statement:
-        parameters = [
+    def _statement_of(self, groups: Sequence[dict[str, Any]], name_of: NameOf, step: int) -> Statement:
+        sparse_too = self.wants(step, sparse=True)
+        tensors = [
             parameter
             for parameter in parameters_of(groups)
             if can_be_hashed(parameter) and (sparse_too or id(parameter) not in self._sparse)
         ]
-        return Statement(
-            machine_of(parameters),
-            hashes_of(parameters),
-            sketches=np.array(list(map(_sketch_of, parameters))) if self.wants_sketches else None,
-            names=list(map(name_of, parameters)),
-            precisions=[_precision(parameter.dtype) for parameter in parameters],
-        )
+        sketches = np.array(list(map(_sketch_of, tensors))) if self.wants_sketches else None
+        names, precisions = list(map(name_of, tensors)), [_precision(tensor.dtype) for tensor in tensors]
+        return Statement(_machine_of(tensors), hashes_of(tensors), sketches, names=names, precisions=precisions)
