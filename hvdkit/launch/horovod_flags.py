@@ -1,14 +1,14 @@
-"""The flags of ``horovodrun`` that hvdkit has no use for: accepted with a note on stderr, or refused with a way out.
+"""The flags of ``horovodrun`` that hvdkit has no use for, spelled as in Horovod 0.28.1 (``horovod/runner/launch.py``).
 
-hvdkitrun accepts flags that a job can do without, so that a command line for horovodrun starts the same job. It refuses
-flags that would change which processes run. Spelled as in Horovod 0.28.1, ``horovod/runner/launch.py``.
+hvdkitrun accepts those that a job can do without, with a note on stderr, so that a command line for horovodrun starts
+the same job. It refuses those that would change which processes run, with a way out.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from hvdkit.launch import UsageError
 
@@ -37,7 +37,6 @@ _NO_EFFECT = {
 }
 # hvdkit behaves in this way already: its log lines carry no time of their own.
 _GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
-_COOLDOWN = "--blacklist-cooldown-range"  # the only flag with two values
 # The reason why flags are refused, and what to do instead: the flags.
 _REFUSED = {
     ("hvdkit does not start jobs by jsrun", "start with --mpi or --gloo, and name the hosts with -H"): "--jsrun",
@@ -49,35 +48,24 @@ _REFUSED = {
         "a job keeps the ranks it started with",
         "give the size with -np and the hosts with -H; save checkpoints and start again to change them",
     ): "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit "
-    f"{_COOLDOWN} --host-discovery-script",
+    "--blacklist-cooldown-range --host-discovery-script",
 }
 _REASONS = {flag: why for why, groups in _NO_EFFECT.items() for group in groups for flag in group.split()}
 _REFUSALS = {flag: refusal for refusal, flags in _REFUSED.items() for flag in flags.split()}
 
 
-class _AddFlag(argparse.Action):
-    """An action that adds the flag itself to a list."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), option])
-
-
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add these flags to the parser, which lists the given flags as ``without_effect`` and ``refused``."""
-
-    def add(flags: str, dest: str, nargs: Any) -> None:
-        for flag in flags.split():
-            parser.add_argument(flag, action=_AddFlag, nargs=nargs, dest=dest, help=argparse.SUPPRESS)
-
+    add = partial(parser.add_argument, help=argparse.SUPPRESS)
     for switches, valued in _NO_EFFECT.values():
-        add(switches, "without_effect", 0)
-        add(valued, "without_effect", None)
+        for flag in switches.split():
+            add(flag, action="append_const", const=flag, dest="without_effect")
+        for flag in valued.split():
+            add(flag, action="append", type=lambda _, flag=flag: flag, dest="without_effect")
     for flag in _REFUSALS:
-        add(flag, "refused", 2 if flag == _COOLDOWN else "?")
+        add(flag, action="append", type=lambda _, flag=flag: flag, nargs="?", const=flag, dest="refused")
     for flag in _GRANTED:
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+        add(flag, action="store_true")
     parser.set_defaults(without_effect=[], refused=[])
     parser.epilog = (
         "All other flags of horovodrun are known too: those for tuning what hvdkit need not tune are accepted with "
@@ -96,12 +84,11 @@ def refuse(given: Sequence[str]) -> None:
         flags_of: dict[tuple[str, str], list[str]] = {}
         for flag in dict.fromkeys(given):
             flags_of.setdefault(_REFUSALS[flag], []).append(flag)
-        facts = "; ".join(f"{_listed(flags)} not supported: {fact}" for (fact, _), flags in flags_of.items())
-        raise UsageError(f"{facts}\nHINT: {'; '.join(instead for _, instead in flags_of)}")
-
-
-def _listed(flags: list[str]) -> str:
-    return f"{', '.join(flags[:-1])} and {flags[-1]} are" if len(flags) > 1 else f"{flags[0]} is"
+        facts = []
+        for (fact, _), flags in flags_of.items():
+            subject = f"{', '.join(flags[:-1])} and {flags[-1]} are" if len(flags) > 1 else f"{flags[0]} is"
+            facts.append(f"{subject} not supported: {fact}")
+        raise UsageError(f"{'; '.join(facts)}\nHINT: {'; '.join(instead for _, instead in flags_of)}")
 
 
 def reasons() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from hvdkit.launch import UsageError
@@ -43,7 +44,7 @@ def parse_hosts(text: str) -> list[Host]:
                 f"cannot read {entry.strip()!r} in the host list {text!r}\n"
                 "HINT: write each host as name:slots, joined by commas, as in -H host1:2,host2:4"
             )
-        hosts.append(_host(match, int(match["slots"])))
+        hosts.append(Host(_name(match), int(match["slots"])))
     return _without_doubles(hosts, text)
 
 
@@ -61,21 +62,19 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
                 f"cannot read line {number} of the host file {path}: {line!r}\n"
                 "HINT: write each host on its own line as: host1 slots=2"
             )
-        hosts.append(_host(match, slots))
+        hosts.append(Host(_name(match), slots))
     if not hosts:
         raise UsageError(f"the host file {path} names no host\nHINT: write a line such as: host1 slots=2")
     return _without_doubles(hosts, path)
 
 
-def _host(match: re.Match[str], slots: int) -> Host:
-    # Brackets keep the colons of an IPv6 address from the slots.
-    return Host(match["name"].strip("[]"), slots)
+def _name(match: re.Match[str]) -> str:
+    return match["name"].strip("[]")  # they keep the colons of an IPv6 address from the slots
 
 
 def _without_doubles(hosts: list[Host], where: str) -> list[Host]:
     names = [host.name for host in hosts]
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
+    if doubles := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(
             f"{', '.join(doubles)} stands more than once in {where!r}\nHINT: name each host once, with all its slots"
         )
@@ -91,16 +90,12 @@ def assign_slots(hosts: list[Host], size: int) -> list[Placement]:
             f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)}\n"
             f"HINT: lower -np to {available}, or raise the slots after the colon; more slots than cores are allowed"
         )
-    used: list[tuple[str, int]] = []
-    remaining = size
-    for host in hosts:
-        if count := min(host.slots, remaining):
-            used.append((host.name, count))
-        remaining -= count
-    placements: list[Placement] = []
-    for index, (name, count) in enumerate(used):
-        for local_rank in range(count):
-            cross_size = sum(other > local_rank for _, other in used)
-            cross_rank = sum(other > local_rank for _, other in used[:index])
-            placements.append(Placement(name, len(placements), size, local_rank, count, cross_rank, cross_size))
+    places = [(host.name, local_rank) for host in hosts for local_rank in range(host.slots)][:size]
+    local_sizes, cross_sizes = Counter(name for name, _ in places), Counter(local_rank for _, local_rank in places)
+    seen: Counter[int] = Counter()
+    placements = []
+    for rank, (name, local_rank) in enumerate(places):
+        cross_rank, cross_size = seen[local_rank], cross_sizes[local_rank]
+        placements.append(Placement(name, rank, size, local_rank, local_sizes[name], cross_rank, cross_size))
+        seen[local_rank] += 1
     return placements

@@ -23,7 +23,6 @@ _ABORTING = re.compile(
     _DASHES + rb"\nMPI_ABORT was invoked on rank \d+ in communicator"
     rb"(?: MPI_COMM_WORLD\n  Proc: \[\[\d+,\d+\],(?P<rank>\d+)\]\n  Errorcode: (?P<code>\d+)\n)?"
 )
-_LONGEST_ABORTING = 400
 # The banner that MPI then prints in a rank's name, and what may become a banner at the end of the data. It is left out:
 # hvdkitrun says once which rank ended the job, and the zero byte at its end makes grep take a log for a binary file.
 _BANNER_BEGIN = b"MPI_ABORT was invoked on rank "
@@ -47,19 +46,17 @@ class MpirunStream:
     def __init__(self, write: Callable[[int, str, bytes], None]) -> None:
         self._write = write
         self._source: tuple[int, str] | None = None
-        self._buffer = b""
+        self._buffer = self._latest = self.own_words = b""
         self._in_report = False
-        self.own_words = b""
         self.aborting = False  # a rank has called for the job's end
         self.aborted: RankFailure | None = None  # that rank and its exit code, once they are read
-        self._latest = b""
         self._held: dict[tuple[int, str], bytes] = {}  # data that may begin a banner
         self._after_banner: set[tuple[int, str]] = set()
 
     def feed(self, data: bytes) -> None:
         """Parse more bytes of mpirun. Bytes that may begin a tag wait for the rest."""
         self._buffer += data
-        self._latest = self._latest[-_LONGEST_ABORTING:] + data
+        self._latest = self._latest[-400:] + data
         if self.aborted is None and (match := _ABORTING.search(self._latest)):
             self.aborting = True
             if match["rank"]:
@@ -148,11 +145,11 @@ def find_failure(own_words: bytes, status: int) -> RankFailure | None:
     text = " ".join(own_words.decode(errors="replace").split())
     if match := re.search(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)", text):
         return RankFailure(int(match[1]), int(match[2]))
-    process = r"process rank (\d+) with PID \d+ on node (\S+) "
-    if match := re.search(process + r"exited on signal (\d+)", text):
-        return RankFailure(int(match[1]), -int(match[3]), match[2])
-    if match := re.search(process + r'calling "abort"', text):
-        return RankFailure(int(match[1]), status, match[2], "aborted")
-    if match := re.search(process + r"exiting improperly", text):
-        return RankFailure(int(match[1]), status, match[2], "left without MPI_Finalize")
-    return None
+    ways = r'(exited on signal (\d+)|calling "abort"|exiting improperly)'
+    match = re.search(rf"process rank (\d+) with PID \d+ on node (\S+) {ways}", text)
+    if match is None:
+        return None
+    rank, host, way = int(match[1]), match[2], match[3]
+    if match[4]:
+        return RankFailure(rank, -int(match[4]), host)
+    return RankFailure(rank, status, host, "aborted" if "abort" in way else "left without MPI_Finalize")

@@ -37,27 +37,17 @@ WORKER = (sys.executable, "-I", "-S", worker.__file__)
 
 @dataclass
 class Child:
-    """A worker to start.
+    """A worker to start."""
 
-    command, environment: of the rank, or of mpirun.
-    receive: called with the stream's name and what the command printed.
-    remote: the ssh command that starts the worker, empty for this machine.
-    pass_fds: descriptors that the command gets; they are closed here when it has started.
-    secret: goes to the worker by its standard input, and from there to the command in a file.
-    scratch: a folder of the command that its worker removes, even if this process was killed.
-    is_ending: for mpirun: True once it has announced its end.
-    has_ended: for mpirun: True once each of its ranks has ended as it was asked to.
-    """
-
-    command: list[str]
+    command: list[str]  # of the rank, or of mpirun, as its environment
     environment: dict[str, str]
-    receive: Callable[[str, bytes], None]
-    remote: list[str] = field(default_factory=list)
-    pass_fds: tuple[int, ...] = ()
-    secret: str = field(default="", repr=False)
-    scratch: str = ""
-    is_ending: Callable[[], bool] = lambda: False
-    has_ended: Callable[[], bool] | None = None
+    receive: Callable[[str, bytes], None]  # called with the stream's name and what the command printed
+    remote: list[str] = field(default_factory=list)  # the ssh command that starts the worker, if it is elsewhere
+    pass_fds: tuple[int, ...] = ()  # descriptors that the command gets; they are closed here when it has started
+    secret: str = field(default="", repr=False)  # goes to the worker by standard input, and to the command in a file
+    scratch: str = ""  # a folder of the command that its worker removes, even if this process was killed
+    is_ending: Callable[[], bool] = lambda: False  # for mpirun: True once it has announced its end
+    has_ended: Callable[[], bool] | None = None  # for mpirun: True once each of its ranks has ended when asked to
 
     @property
     def argv(self) -> list[str]:
@@ -66,19 +56,9 @@ class Child:
 
     def header(self, stop_grace: float) -> bytes:
         """Return the first line of the worker's input."""
-        header = {
-            "command": self.command,
-            "environment": self.environment,
-            "keep_environment": bool(self.remote),
-            "folder": os.getcwd(),
-            "pass_fds": self.pass_fds,
-            "secret": self.secret,
-            "scratch": self.scratch,
-            "grace": GRACE_SECONDS,
-            "stop_grace": stop_grace,
-            "relays": self.has_ended is not None,
-            "by_signal": not self.remote,
-        }
+        header = {name: getattr(self, name) for name in ("command", "environment", "pass_fds", "secret", "scratch")}
+        header |= {"folder": os.getcwd(), "grace": GRACE_SECONDS, "stop_grace": stop_grace}
+        header |= {"relays": self.has_ended is not None, "is_remote": bool(self.remote)}
         return json.dumps(header).encode() + b"\n"
 
 
@@ -96,13 +76,12 @@ def supervise(children: list[Child], stop_grace: float) -> Outcome:
     """Start the children and stay until all have ended. ``stop_grace``: the seconds that SIGTERM leaves to ranks."""
     worker.adopt_orphans()
     with _wake_on_signals() as wake:
-        supervisor = _Supervisor(children, wake, stop_grace)
-        outcome = None
+        supervisor, outcome = _Supervisor(children, wake, stop_grace), None
         try:
             outcome = supervisor.loop()
         finally:
             # After success, processes that left their rank's process group on purpose may stay.
-            if outcome is None or outcome != Outcome():
+            if outcome != Outcome():
                 supervisor.kill()
     return outcome
 
@@ -111,9 +90,7 @@ class _Supervisor:
     """The state of a call of ``supervise``."""
 
     def __init__(self, children: list[Child], wake: int, stop_grace: float) -> None:
-        self.children = children
-        self.wake = wake
-        self.stop_grace = stop_grace
+        self.children, self.wake, self.stop_grace = children, wake, stop_grace
         self.strangers = {process.pid for process in psutil.Process().children(recursive=True)}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.selector = selectors.DefaultSelector()
@@ -128,13 +105,10 @@ class _Supervisor:
     def loop(self) -> Outcome:
         for child in self.children:
             self.start(child)
-        ended_at: float | None = None
+        ended_at = math.inf
         while True:
-            if ended_at is not None:
-                timeout: float | None = 0.1
-            else:
-                timeout = 0.25 if (self.ending_since or self.is_stopping) and not self.killed else None
-            self.read(timeout)
+            has_deadline = ended_at < math.inf or ((self.ending_since or self.is_stopping) and not self.killed)
+            self.read(0.1 if has_deadline else None)
             self.note_failures()
             now = time.monotonic()
             self.note_endless(now)
@@ -142,7 +116,7 @@ class _Supervisor:
             if self.stopped_at is not None and now - self.stopped_at > _WORKER_SECONDS and not self.killed:
                 self.kill()
             if all(process.returncode is not None for process in self.processes):
-                ended_at = now if ended_at is None else ended_at
+                ended_at = min(ended_at, now)
                 # A process that left its group may hold a pipe open for ever.
                 if self.open_streams == 0 or now - ended_at > _DRAIN_SECONDS:
                     return self.outcome
