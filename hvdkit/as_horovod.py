@@ -63,7 +63,6 @@ class _Horovod(ModuleType):
 
     @staticmethod
     def run(*_: object, **__: object) -> None:
-        """Raise NotImplementedError: hvdkit starts jobs by a command."""
         raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {api.HINTS['runner']}")
 
 

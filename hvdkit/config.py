@@ -6,20 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 UNRESPONSIVE_TIMEOUTS = 10
 
 # Horovod's names of log levels, each with the nearest level of Python's logging.
-_LOG_LEVELS = {
-    "trace": "debug",
-    "debug": "debug",
-    "info": "info",
-    "warning": "warning",
-    "error": "error",
-    "fatal": "critical",
-}
+_LOG_LEVELS = {level: level for level in ("trace", "debug", "info", "warning", "error", "fatal")}
+_LOG_LEVELS |= {"trace": "debug", "fatal": "critical"}
 _BOOLEANS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 _ALLREDUCES = ("auto", "all_to_all", "two_phase", "ring", "tree", "butterfly", "round_robin", "master_worker")
 TRANSPORTS = ["auto", "mpi", "torch", "horovod", "solo"]  # registered transports are appended
@@ -34,22 +29,23 @@ def _kind(unit: str, parse: Callable[[str], Any]) -> Callable[[Any, str, str], A
     return setting
 
 
-def _zero_or_more(number: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+def _number(unit: str, number: Callable[[str], Any], expected: str, positive: bool = False) -> Any:
+    """Return the constructor of fields for numbers of zero or more; with "auto" in the unit, this word gives None."""
+
     def parse(text: str) -> Any:
+        if "auto" in unit and text.strip().lower() == "auto":
+            return None
         try:
             value = number(text)
         except ValueError:
-            raise ValueError(expected) from None
+            value = -1
         if not 0 <= value < float("inf"):
-            raise ValueError(expected)
+            raise ValueError(f"expected {expected}")
+        if positive and value == 0:
+            raise ValueError("expected more than zero seconds")
         return value
 
-    return parse
-
-
-def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser that gives None for ``auto``."""
-    return lambda text: None if text.strip().lower() == "auto" else parse(text)
+    return _kind(unit, parse)
 
 
 def _parse_boolean(text: str) -> bool:
@@ -59,49 +55,35 @@ def _parse_boolean(text: str) -> bool:
     return _BOOLEANS[word]
 
 
-_parse_seconds = _zero_or_more(float, "expected seconds, zero or more")
-
-
-def _parse_positive_seconds(text: str) -> Any:
-    if (value := _parse_seconds(text)) == 0:
-        raise ValueError("expected more than zero seconds")
-    return value
-
-
 def _parse_threads(text: str) -> int:
     """Return OpenMP's first number; more numbers are for nested loops, and OpenMP itself reports invalid text."""
     first = text.split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else 1
 
 
-def _one_of(choices: Collection[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
-        return text
-
-    return parse
+def _one_of(choices: Collection[str], text: str) -> str:
+    if text not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}")
+    return text
 
 
 def _choice(choices: Collection[str]) -> Callable[[Any, str, str], Any]:
-    return _kind(", ".join(choices), _one_of(choices))
+    return _kind(", ".join(choices), partial(_one_of, choices))
 
 
-def _count(unit: str) -> Callable[[Any, str, str], Any]:
-    return _kind(unit, _zero_or_more(int, "expected a whole number, zero or more"))
+def _count(unit: str) -> Any:
+    return _number(unit, int, "a whole number, zero or more")
 
 
 _path = _kind("path", str)
 _switch = _kind("0 or 1", _parse_boolean)
 _threads = _kind("threads", _parse_threads)
-_seconds = _kind("s", _parse_seconds)
-_positive_seconds = _kind("s", _parse_positive_seconds)
-_positive_seconds_or_auto = _kind("s, auto", _or_auto(_parse_positive_seconds))
-_milliseconds = _kind("ms", _zero_or_more(float, "expected milliseconds, zero or more"))
-_bytes_or_auto = _kind(
-    "bytes, auto", _or_auto(_zero_or_more(int, "expected bytes, a whole number, zero or more, or auto"))
-)
-_log_level = _kind(", ".join(_LOG_LEVELS), lambda text: _LOG_LEVELS[_one_of(_LOG_LEVELS)(text.strip().lower())])
+_seconds = _number("s", float, "seconds, zero or more")
+_positive_seconds = _number("s", float, "seconds, zero or more", positive=True)
+_positive_seconds_or_auto = _number("s, auto", float, "seconds, zero or more", positive=True)
+_milliseconds = _number("ms", float, "milliseconds, zero or more")
+_bytes_or_auto = _number("bytes, auto", int, "bytes, a whole number, zero or more, or auto")
+_log_level = _kind(", ".join(_LOG_LEVELS), lambda text: _LOG_LEVELS[_one_of(_LOG_LEVELS, text.strip().lower())])
 
 
 @dataclass(frozen=True)
@@ -112,9 +94,7 @@ class Settings:
     """
 
     transport: str = _choice(TRANSPORTS)(
-        "auto",
-        "HVDKIT_TRANSPORT",
-        "what carries the bytes; `auto` follows the launcher and the device",
+        "auto", "HVDKIT_TRANSPORT", "what carries the bytes; `auto` follows the launcher and the device"
     )
     timeout_seconds: float = _positive_seconds(
         60.0,
@@ -161,9 +141,7 @@ class Settings:
         "how long a waiting thread polls without pause; 0 leaves the core to the computation at once",
     )
     idle_poll_ms: float = _milliseconds(
-        10.0,
-        "HVDKIT_IDLE_POLL_MS",
-        "pause between two looks at a polling transport while nothing is pending",
+        10.0, "HVDKIT_IDLE_POLL_MS", "pause between two looks at a polling transport while nothing is pending"
     )
     max_bytes_in_flight: int | None = _bytes_or_auto(
         None,
@@ -189,9 +167,7 @@ class Settings:
         "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off",
     )
     node_memory: bool = _switch(
-        True,
-        "HVDKIT_NODE_MEMORY",
-        "0 lets ranks of one host talk over the transport instead of memory that they share",
+        True, "HVDKIT_NODE_MEMORY", "0 lets ranks of one host talk over the transport instead of memory that they share"
     )
     arena: bool = _switch(
         True,
@@ -200,9 +176,7 @@ class Settings:
         "where they lie; else, and with the aarch64 wheels of PyTorch, they go there in chunks",
     )
     compute_threads: int = _threads(
-        1,
-        "OMP_NUM_THREADS",
-        "OpenMP's own: how many of the host's cores a rank computes on",
+        1, "OMP_NUM_THREADS", "OpenMP's own: how many of the host's cores a rank computes on"
     )
     stall_check_disable: bool = _switch(
         False,

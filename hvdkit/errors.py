@@ -16,10 +16,10 @@ def cut_off(text: str, longest: int) -> str:
 class HorovodInternalError(RuntimeError):
     """A collective operation that failed on every rank that took part; the message names the tensor and the ranks.
 
-    Raised by every wait for it: an operation, ``synchronize()``, an optimizer's ``step()``. The classes below say
-    more. What to do: if ranks asked for operations that do not go together, such as tensors of different shapes,
-    correct the program; the job can go on, since no optimizer steps on half a sum. If ranks may have trained apart,
-    broadcast the state of one rank, or load a checkpoint. If a rank is lost, end the job and start it again.
+    Raised by every wait for it: an operation, ``synchronize()``, an optimizer's ``step()``; by the classes below where
+    more is known. What to do: if ranks asked for operations that do not go together, correct the program; the job can
+    go on, since no optimizer steps on half a sum. If ranks may have trained apart, broadcast the state of one rank, or
+    load a checkpoint. If a rank is lost, end the job and start it again.
     """
 
     ag_pass_through = True  # TensorFlow's autograph would raise an exception of its own in place of this one
@@ -28,8 +28,8 @@ class HorovodInternalError(RuntimeError):
 class MismatchError(HorovodInternalError):
     """Operations, or steps of an optimizer, of several ranks that do not go together.
 
-    Raised on every rank; the message says what each rank asked for. What to do: make the ranks' programs ask for the
-    same, with the same shapes and dtypes; the job can go on.
+    Raised on every rank; the message says what each rank asked for. What to do: make the ranks ask for the same, with
+    the same shapes and dtypes; the job can go on.
     """
 
 
@@ -40,38 +40,28 @@ class DuplicateNameError(HorovodInternalError, ValueError):
     """
 
 
-class PeerLostError(HorovodInternalError):
+class _PeerError(HorovodInternalError):
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerLostError(_PeerError):
     """The loss of a rank that others wait for: it died, was cut off, or gave no sign of life before the deadline.
 
     Raised on every rank that waits for it: soon after its end, or once it has given no sign of life for
     ``HVDKIT_TIMEOUT_SECONDS``. What to do: look at the output of the lost rank, and start the job again from its last
-    checkpoint, since this job cannot replace the rank.
-
-    Attributes:
-        rank: The lost rank, or None if it is unknown.
+    checkpoint, since this job cannot replace the rank. ``rank`` is the lost rank, or None if it is unknown.
     """
 
-    rank: int | None = None
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class PeerFailedError(HorovodInternalError):
+class PeerFailedError(_PeerError):
     """A failed engine on another rank, which is alive: its codec raised, or Ctrl-C interrupted it.
 
     Raised on every other rank that waits, or makes its next call; the failed rank itself raises the original exception,
     or a HorovodInternalError with that as its cause. What to do: correct what the message says, and start the job
-    again.
-
-    Attributes:
-        rank: The rank whose engine failed.
+    again. ``rank`` is the rank whose engine failed.
     """
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class StallError(HorovodInternalError):
@@ -87,11 +77,8 @@ class PayloadError(HorovodInternalError):
     """A compressed payload that ``rank`` sent and that arrived damaged.
 
     Raised on the rank that received it; the others raise PeerFailedError, and the job ends. What to do: run the same
-    version of hvdkit on all ranks; if you do, suspect memory or network of that rank.
-
-    Attributes:
-        rank: The sender.
-        problem: The damage.
+    version of hvdkit on all ranks; if you do, suspect memory or network of that rank. ``rank`` is the sender,
+    ``problem`` the damage.
     """
 
     def __init__(self, rank: int, problem: str, what: str = "") -> None:
@@ -129,8 +116,7 @@ class ForkedChildError(HorovodInternalError):
 class NotInitializedError(ValueError):
     """An operation that was called before ``hvd.init()`` or after ``hvd.shutdown()``.
 
-    A ValueError, as in Horovod. Raised by that call. What to do: call ``hvd.init()`` once in every process before any
-    other function of ``hvd``.
+    A ValueError, as in Horovod. Raised by that call. What to do: call ``hvd.init()`` first, once in every process.
     """
 
     ag_pass_through = True  # see HorovodInternalError
@@ -169,22 +155,19 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic 
 class EnvironmentConflictError(ValueError):
     """Variables of a launcher that are half set, or variables of two launchers that contradict each other.
 
-    Raised by ``hvd.init()``. What to do: unset the variables that the message names, or start the job with a single
-    launcher.
+    Raised by ``hvd.init()``. What to do: unset the variables that the message names, or start with a single launcher.
     """
 
 
 class TransportUnavailableError(RuntimeError):
     """A chosen transport that cannot run here; the message says what is missing and how to get it.
 
-    Raised by ``hvd.init()``. What to do: install what is missing, or set ``HVDKIT_TRANSPORT`` to another transport;
-    ``hvdkit doctor`` checks for more.
+    Raised by ``hvd.init()``. What to do: install what is missing, see ``hvdkit doctor``, or choose another transport.
     """
 
 
 class AuthenticationError(TransportUnavailableError):
     """A peer that does not know the job's secret in the place of a rank; nothing that it sent was used.
 
-    Raised by ``hvd.init()``. What to do: give all ranks the same ``HVDKIT_SECRET_FILE``, as ``hvdkitrun`` does; see
-    SECURITY.md.
+    Raised by ``hvd.init()``. What to do: give all ranks the same ``HVDKIT_SECRET_FILE``, as ``hvdkitrun`` does.
     """

@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from hvdkit.errors import EnvironmentConflictError
 
 BY_HAND = ("RANK", "WORLD_SIZE")
+_DIFFERENT_LAUNCHERS = "HINT: check whether the two variables come from different launchers; ranks count from 0"
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """The address at which the ranks of the ``torch`` transport meet.
 
-    kind: ``"tcp"``: rank 0 serves a store at host:port. ``"agent"``: a launcher already serves that TCPStore and
-    every rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, all other
-    ranks are clients. ``"http"``: rank 0 publishes the address of its store at a key-value server of ``horovodrun``.
+    kind: "tcp": rank 0 serves a store at host:port. "agent": a launcher already serves that TCPStore. "fd": rank 0
+    serves on the listening socket whose descriptor it inherited. "http": rank 0 publishes the address of its store at
+    a key-value server of ``horovodrun``.
     """
 
     kind: str
@@ -51,23 +52,13 @@ class World:
 
     def part(self, members: Sequence[int]) -> World:
         """Return the smaller job of the ranks in ``members``, this rank among them, numbered in that order."""
-        index, size = members.index(self.rank), len(members)
+        index, size, job = members.index(self.rank), len(members), f"{self.job}/{'-'.join(map(str, members))}"
+        part = replace(self, rank=index, size=size, cross_rank=None, cross_size=None, job=job, members=tuple(members))
         here = self.local_size == self.size  # all ranks are on one host, and so are the members
-        return replace(
-            self,
-            rank=index,
-            size=size,
-            local_rank=index if here else None,
-            local_size=size if here else None,
-            cross_rank=None,
-            cross_size=None,
-            job=f"{self.job}/{'-'.join(map(str, members))}",
-            members=tuple(members),
-        )
+        return replace(part, local_rank=index if here else None, local_size=size if here else None)
 
 
-# A launcher's reader: its World, or None if the launcher did not start this process. Half-set variables raise
-# EnvironmentConflictError.
+# A launcher's reader: its World, None if it did not start this process. Half-set variables raise an error.
 Detect = Callable[[Mapping[str, str]], World | None]
 
 
@@ -93,26 +84,22 @@ def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: st
     if names.rank not in environ or names.size not in environ:
         raise half_set(launcher, environ, (names.rank, names.size), hint)
     rank, size = _pair(environ, names.rank, names.size)
+    local_rank, local_size = _pair(environ, names.local_rank, names.local_size)
+    cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
     assert rank is not None
     assert size is not None
-    local_rank, local_size = _pair(environ, names.local_rank, names.local_size)
     if local_size is not None and local_size > size:
         raise EnvironmentConflictError(
-            f"{names.local_size}={local_size} is larger than {names.size}={size}\n"
-            "HINT: check whether the two variables come from different launchers"
+            f"{names.local_size}={local_size} is larger than {names.size}={size}\n{_DIFFERENT_LAUNCHERS}"
         )
-    cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
-    job = _job_identifier(environ)
-    return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=job)
+    return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=_job_identifier(environ))
 
 
 def half_set(launcher: str, environ: Mapping[str, str], names: Sequence[str], hint: str) -> EnvironmentConflictError:
     """Return the error for variables of which only some are set."""
     missing = " ".join(name for name in names if name not in environ)
-    return EnvironmentConflictError(
-        f"the environment of {launcher} is half set: found {_assignments(environ, names)}, missing {missing}\n"
-        f"HINT: {hint}"
-    )
+    fact = f"the environment of {launcher} is half set: found {_assignments(environ, names)}, missing {missing}"
+    return EnvironmentConflictError(f"{fact}\nHINT: {hint}")
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:
@@ -169,17 +156,13 @@ def _pair(environ: Mapping[str, str], index_name: str | None, count_name: str | 
         raise EnvironmentConflictError(f"{count_name}={count} must be at least 1\nHINT: unset it, or correct it")
     if index is not None and count is not None and index >= count:
         raise EnvironmentConflictError(
-            f"{index_name}={index} must be smaller than {count_name}={count}\n"
-            "HINT: ranks count from 0; check whether the two variables come from different launchers"
+            f"{index_name}={index} must be smaller than {count_name}={count}\n{_DIFFERENT_LAUNCHERS}"
         )
     return index, count
 
 
 def _job_identifier(environ: Mapping[str, str]) -> str:
     """Return a text that all ranks of this job share and the next job does not, or "0" if no launcher sets one."""
-    for name in ("HVDKIT_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"):
-        if environ.get(name):
-            return environ[name]
-    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
-        return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    return "0"
+    step = ".".join(environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    named = (environ.get(name) for name in ("HVDKIT_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"))
+    return next(filter(None, named), step if "." in step.strip(".") else "0")

@@ -1,7 +1,7 @@
 """The lines on stderr in which a rank tells hvdkitrun of its failure, and which hvdkitrun takes out of its output.
 
-A mark before the traceback that Python prints, and a record after it, let hvdkitrun keep the traceback back and show
-what matters of all ranks when the job has ended. Any other reader of the rank's stderr gets the traceback as usual.
+By a mark before the traceback that Python prints, and a record after it, hvdkitrun keeps the traceback back and shows
+what matters of all ranks at the job's end. Any other reader of the rank's stderr gets the traceback as usual.
 """
 
 from __future__ import annotations
@@ -79,13 +79,10 @@ def tell_init() -> None:
     """Tell hvdkitrun, if it started this process, that a process of this rank calls hvd.init()."""
     if path := os.environ.pop(INIT_PIPE, ""):
         try:
-            pipe = os.open(path, os.O_WRONLY)
-            try:
-                if stat.S_ISFIFO(os.fstat(pipe).st_mode):  # in a container, the number may be another process's
-                    os.write(pipe, b"!")
-            finally:
-                os.close(pipe)
-        except OSError as error:  # a container has a /proc of its own
+            with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as pipe:
+                if stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):  # a container has a /proc of its own
+                    pipe.write(b"!")
+        except OSError as error:
             logger.debug("hvdkitrun is not told of hvd.init(): %s", error)
 
 

@@ -8,18 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hvdkit.environments.base import (
-    BY_HAND,
-    Names,
-    Rendezvous,
-    World,
-    half_set,
-    in_mpi_job,
-    integer,
-    master_rendezvous,
-    port,
-    read_world,
-)
+from hvdkit.environments import base
+from hvdkit.environments.base import BY_HAND, Names, Rendezvous, World, half_set, in_mpi_job, read_world
 
 HOROVODRUN = "horovodrun"
 _LISTENER = "HVDKIT_RENDEZVOUS_FD"
@@ -38,7 +28,7 @@ def hvdkitrun(environ: Mapping[str, str]) -> World | None:
     world = _world_with_rendezvous(environ, "hvdkitrun", "HVDKIT", "HVDKIT_RENDEZVOUS", "tcp", hint)
     if world is None or world.rendezvous is None or world.rank != 0 or _LISTENER not in environ:
         return world
-    return replace(world, rendezvous=replace(world.rendezvous, kind="fd", listen_fd=integer(environ, _LISTENER)))
+    return replace(world, rendezvous=replace(world.rendezvous, kind="fd", listen_fd=base.integer(environ, _LISTENER)))
 
 
 def horovodrun(environ: Mapping[str, str]) -> World | None:
@@ -58,7 +48,7 @@ def _world_with_rendezvous(
     if world is None:
         return None
     if address in environ and port_name in environ:
-        return replace(world, rendezvous=Rendezvous(kind, environ[address], port(environ, port_name)))
+        return replace(world, rendezvous=Rendezvous(kind, environ[address], base.port(environ, port_name)))
     if world.size > 1:
         raise half_set(launcher, environ, (names.rank, names.size, address, port_name), hint)
     return world
@@ -69,7 +59,7 @@ def torchrun(environ: Mapping[str, str]) -> World | None:
     world = read_world("torchrun", environ, _TORCHRUN, _TORCHRUN_HINT)
     if world is None:
         return None
-    rendezvous = master_rendezvous(environ)
+    rendezvous = base.master_rendezvous(environ)
     if rendezvous is None and world.size > 1:
         raise half_set("torchrun", environ, (*BY_HAND, "MASTER_ADDR", "MASTER_PORT"), _TORCHRUN_HINT)
     if rendezvous is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -95,9 +85,8 @@ def openmpi(environ: Mapping[str, str]) -> World | None:
 def pmi(environ: Mapping[str, str]) -> World | None:
     """Return the World that ``mpiexec`` of MPICH or Intel MPI set, None if it did not start this process.
 
-    ``srun --mpi=pmi2`` also sets PMI_RANK and PMI_SIZE, and ``srun`` reads more there. Its tasks have no local rank in
-    MPI's names, and Slurm's rank and size are the same. Under an mpiexec inside an allocation, every process carries
-    the Slurm variables of the process that started mpiexec.
+    ``srun --mpi=pmi2`` sets PMI_RANK and PMI_SIZE too, the same as Slurm's rank and size, but no local rank in MPI's
+    names. Under an mpiexec inside an allocation, every process carries the Slurm variables of mpiexec itself.
     """
     world = read_world("pmi", environ, _PMI, f"mpiexec sets them all; {_FORMER_JOB}")
     started_by_srun = (

@@ -5,32 +5,25 @@ A batch script carries most of these variables too, but neither it nor a shell t
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hvdkit.environments.base import (
-    Names,
-    Rendezvous,
-    World,
-    in_mpi_job,
-    integer,
-    master_rendezvous,
-    read_world,
-)
+from hvdkit.environments.base import Names, Rendezvous, World, in_mpi_job, integer, master_rendezvous, read_world
 from hvdkit.environments.network import LOOPBACK
 from hvdkit.errors import EnvironmentConflictError
 
 _HINT = "start the command with srun inside the allocation, or with hvdkitrun, or unset the SLURM_ variables"
-_INTERACTIVE_JOB_NAMES = ("bash", "interactive")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from the top
 _FIRST_PORT, _PORTS = 20000, 12000  # below the ports that Linux hands out itself (32768 and up)
-_PART = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
+_SPAN = r"\d+(?:-\d+)?"
+_PART = rf"(?:[^,\[\]]|\[{_SPAN}(?:,{_SPAN})*\])+"  # of a host list
 
 
 def srun(environ: Mapping[str, str]) -> World | None:
     """Return the World that Slurm describes, None if this process is no task of a step."""
-    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in _INTERACTIVE_JOB_NAMES:
+    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
     if integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
         return None
@@ -83,34 +76,23 @@ def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
 
 def expand_hosts(text: str) -> list[str]:
     """Return all hosts of a host list such as ``node[01-03,7],gpu1``, in its order."""
+    if not re.fullmatch(f"{_PART}(,{_PART})*", text):
+        raise _malformed(text)
     hosts: list[str] = []
-    position = 0
-    while position <= len(text):
-        match = _PART.match(text, position)
-        assert match is not None  # the pattern also matches the empty text
-        if not match.group() or (match.end() < len(text) and text[match.end()] != ","):
-            raise _malformed(text)
-        hosts += _expand_part(match.group(), text)
-        position = match.end() + 1
+    for part in re.finditer(_PART, text):
+        pieces = re.split(r"\[(.*?)\]", part[0])  # each second piece stood in brackets
+        choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        hosts += map("".join, itertools.product(*choices))
     return hosts
 
 
-def _expand_part(part: str, whole: str) -> list[str]:
-    """Return the hosts of a part that has no comma outside brackets."""
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        return [part]
-    inside, _, tail = rest.partition("]")
-    numbers: list[str] = []
-    for span in inside.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
-        if match is None:
-            raise _malformed(whole)
-        first, last = match.group(1), match.group(2) or match.group(1)
-        # All numbers have the width of the first: 08-11 is 08, 09, 10, 11.
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    tails = _expand_part(tail, whole)
-    return [head + number + ending for number in numbers for ending in tails]
+def _numbers(spans: str) -> list[str]:
+    """Return the numbers of ``01-03,7``, each with the width of the first in its span."""
+    numbers = []
+    for span in spans.split(","):
+        first, _, last = span.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def expand_counts(text: str) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from hvdkit.launch import UsageError
 
@@ -37,6 +38,7 @@ _NO_EFFECT = {
 }
 # hvdkit behaves in this way already: its log lines carry no time of their own.
 _GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
+_COOLDOWN = "--blacklist-cooldown-range"  # the only flag with two values
 # The reason why flags are refused, and what to do instead: the flags.
 _REFUSED = {
     ("hvdkit does not start jobs by jsrun", "start with --mpi or --gloo, and name the hosts with -H"): "--jsrun",
@@ -48,7 +50,7 @@ _REFUSED = {
         "a job keeps the ranks it started with",
         "give the size with -np and the hosts with -H; save checkpoints and start again to change them",
     ): "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit "
-    "--blacklist-cooldown-range --host-discovery-script",
+    f"{_COOLDOWN} --host-discovery-script",
 }
 _REASONS = {flag: why for why, groups in _NO_EFFECT.items() for group in groups for flag in group.split()}
 _REFUSALS = {flag: refusal for refusal, flags in _REFUSED.items() for flag in flags.split()}
@@ -63,7 +65,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         for flag in valued.split():
             add(flag, action="append", type=lambda _, flag=flag: flag, dest="without_effect")
     for flag in _REFUSALS:
-        add(flag, action="append", type=lambda _, flag=flag: flag, nargs="?", const=flag, dest="refused")
+        how: dict[str, Any] = {"action": "append", "nargs": "?", "const": flag}
+        if flag == _COOLDOWN:
+            how = {"action": "extend", "nargs": 2}
+        add(flag, type=lambda _, flag=flag: flag, dest="refused", **how)
     for flag in _GRANTED:
         add(flag, action="store_true")
     parser.set_defaults(without_effect=[], refused=[])
