@@ -26,12 +26,9 @@ class Framework(ABC, Generic[T]):
     A buffer is contiguous memory that one operation reads or writes, in any form that the framework has for it.
     """
 
-    # True if tensors never change, so that an operation in flight may read them in place.
-    immutable: ClassVar[bool] = False
-    # True if buffers are a device's: the engine then returns the results. In host memory the buffers hold them.
-    is_device: ClassVar[bool] = False
-    # The expression that turns a scalar into a row, for hints.
-    scalar_to_row: ClassVar[str] = "tensor.reshape(1)"
+    immutable: ClassVar[bool] = False  # True if tensors never change, so that operations in flight may read them
+    is_device: ClassVar[bool] = False  # True if buffers are a device's: the engine returns the results, not buffers
+    scalar_to_row: ClassVar[str] = "tensor.reshape(1)"  # turns a scalar into a row, for hints
 
     def on_device(self, engine: Any, tensors: Sequence[T]) -> Framework[T] | None:
         """Return the Framework for the tensors' device, or None if the engine's transport has no collectives for it."""
@@ -88,8 +85,8 @@ class ResultBuffers:
     """
 
     def __init__(self) -> None:
-        # There is no lock, because a buffer comes back wherever the last reference is dropped, perhaps inside of
-        # take(). Each single operation on these attributes is atomic.
+        # No lock, since a buffer comes back where its last reference is dropped, perhaps inside of take(). Each single
+        # operation on these attributes is atomic.
         self._free: dict[int, list[Bytes]] = {}  # by size; the size used last is at the end
         self._largest = 0
 
@@ -107,9 +104,7 @@ class ResultBuffers:
         return lent
 
     def _give_back(self, buffer: Any) -> None:
-        held = self._free.pop(buffer.nbytes, [])
-        held.append(buffer)
-        self._free[buffer.nbytes] = held
+        self._free[buffer.nbytes] = [*self._free.pop(buffer.nbytes, []), buffer]
         for size, unused in list(self._free.items()):
             while unused and self.kept() > KEPT_RESULTS * self._largest:
                 del unused[:1]

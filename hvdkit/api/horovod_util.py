@@ -33,9 +33,8 @@ def nccl_built(verbose: bool = False) -> bool:
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """True if a framework ("torch", "tensorflow") is installed and finds a GPU."""
-    if not extension_available(ext_base_name):
-        return False
-    return bool(importlib.import_module(f"hvdkit.{ext_base_name}.basics").gpu_available())
+    name = f"hvdkit.{ext_base_name}.basics"
+    return extension_available(ext_base_name) and bool(importlib.import_module(name).gpu_available())
 
 
 def ddl_built(verbose: bool = False) -> bool:

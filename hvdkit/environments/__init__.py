@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hvdkit.environments import launchers, srun
+from hvdkit.environments import launchers
 from hvdkit.environments.base import Detect, Rendezvous, World
 
 __all__ = ["Detect", "Rendezvous", "World", "detect", "register"]
@@ -19,9 +19,9 @@ _launchers: list[Detect] = [
     launchers.elastic_torchrun,
     launchers.openmpi,
     launchers.pmi,
-    srun.srun_with_pmi,
+    launchers.srun_with_pmi,
     launchers.torchrun,
-    srun.srun,
+    launchers.srun,
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,7 +15,6 @@ from hvdkit.launch import UsageError, horovod_flags
 from hvdkit.launch.hosts import Host, parse_hostfile, parse_hosts
 
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-_TITLES = {"positional arguments": "what runs", "options": "the job"}  # argparse's titles, and the documentation's
 
 
 @dataclass(frozen=True)
@@ -186,34 +184,3 @@ def _from_environment(setting: str) -> Any:
         return config.value_of(setting, os.environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-def markdown_tables() -> str:
-    """Return a table for each group of flags in ``--help``, then a table of horovodrun's other flags."""
-    tables = []
-    for group in build_parser()._action_groups:
-        rows = [_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
-        title = _TITLES.get(group.title or "", group.title or "")
-        tables.append(_table(title, group.description, "flag | what it does", rows))
-    others: dict[str, list[str]] = {}
-    for flag, text in horovod_flags.reasons().items():
-        others.setdefault(text, []).append(f"`{flag}`")
-    rows = [f"{', '.join(flags)} | {text}" for text, flags in others.items()]
-    return "\n\n".join([*tables, _table("other flags of horovodrun", None, "flag | what becomes of it", rows)])
-
-
-def _table(title: str, about: str | None, columns: str, rows: list[str]) -> str:
-    lines = [f"### {title[0].upper()}{title[1:]}", "", *((f"{about[0].upper()}{about[1:]}.", "") if about else ())]
-    return "\n".join([*lines, f"| {columns} |", "|---|---|", *(f"| {row} |" for row in rows)])
-
-
-def _row(action: argparse.Action) -> str:
-    if not action.option_strings:
-        return f"`{action.dest} ...` | {action.help}"
-    names = ", ".join(f"`{name}`" for name in action.option_strings)
-    value = "" if action.nargs == 0 else f" `{action.metavar or ', '.join(action.choices or ()) or 'N'}`"
-    return f"{names}{value} | {action.help}"
-
-
-if __name__ == "__main__":
-    config.write_or_print(sys.argv[1:], "flags", markdown_tables())

@@ -109,10 +109,8 @@ class _Supervisor:
         while True:
             has_deadline = ended_at < math.inf or ((self.ending_since or self.is_stopping) and not self.killed)
             self.read(0.1 if has_deadline else None)
-            self.note_failures()
             now = time.monotonic()
-            self.note_endless(now)
-            self.note_saved(now)
+            self.note_ends(now)
             if self.stopped_at is not None and now - self.stopped_at > _WORKER_SECONDS and not self.killed:
                 self.kill()
             if all(process.returncode is not None for process in self.processes):
@@ -164,29 +162,20 @@ class _Supervisor:
             elif self.outcome.signal is not None:
                 self.kill()  # on a second signal
 
-    def note_failures(self) -> None:
-        for index, process in enumerate(self.processes):
+    def note_ends(self, now: float) -> None:
+        """End the job where a child failed or does not end, and where ranks have saved, or had the time to."""
+        for index, (child, process) in enumerate(zip(self.children, self.processes, strict=True)):
             code = process.poll()
+            # A host may be cut off for which mpirun waits after it announced its end.
+            if code is None and not self.is_stopping and child.is_ending():
+                code = 1 if now - self.ending_since.setdefault(index, now) > ENDING_SECONDS else None
             if code and not self.is_stopping:
                 self.outcome = Outcome(failed=index, code=code)
                 self.stop()
-
-    def note_endless(self, now: float) -> None:
-        """End an mpirun that announced its end and does not end, since one of its hosts may be cut off."""
-        for index, (child, process) in enumerate(zip(self.children, self.processes, strict=True)):
-            if process.returncode is not None or self.is_stopping or not child.is_ending():
-                continue
-            if now - self.ending_since.setdefault(index, now) > ENDING_SECONDS:
-                self.outcome = Outcome(failed=index, code=1)
+        if self.stop_at is not None and self.stopped_at is None:
+            have_saved = any(child.has_ended is not None and child.has_ended() for child in self.children)
+            if have_saved or now > self.stop_at:
                 self.stop()
-
-    def note_saved(self, now: float) -> None:
-        """End what is left after the grace period, and an mpirun whose ranks have ended."""
-        if self.stop_at is None or self.stopped_at is not None:
-            return
-        mpirun_can_end = any(child.has_ended is not None and child.has_ended() for child in self.children)
-        if mpirun_can_end or now > self.stop_at:
-            self.stop()
 
     @property
     def is_stopping(self) -> bool:
