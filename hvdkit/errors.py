@@ -16,10 +16,9 @@ def cut_off(text: str, longest: int) -> str:
 class HorovodInternalError(RuntimeError):
     """A collective operation that failed on every rank that took part; the message names the tensor and the ranks.
 
-    Raised by every wait for it: an operation, ``synchronize()``, an optimizer's ``step()``; by the classes below where
-    more is known. What to do: if ranks asked for operations that do not go together, correct the program; the job can
-    go on, since no optimizer steps on half a sum. If ranks may have trained apart, broadcast the state of one rank, or
-    load a checkpoint. If a rank is lost, end the job and start it again.
+    Raised by every wait for it: an operation, ``synchronize()``, an optimizer's ``step()``. The classes below say more.
+    What to do: correct a program whose ranks asked for operations that do not go together; the job can go on, since no
+    optimizer steps on half a sum. If ranks may have trained apart, broadcast the state of one, or load a checkpoint.
     """
 
     ag_pass_through = True  # TensorFlow's autograph would raise an exception of its own in place of this one
@@ -49,18 +48,16 @@ class _PeerError(HorovodInternalError):
 class PeerLostError(_PeerError):
     """The loss of a rank that others wait for: it died, was cut off, or gave no sign of life before the deadline.
 
-    Raised on every rank that waits for it: soon after its end, or once it has given no sign of life for
-    ``HVDKIT_TIMEOUT_SECONDS``. What to do: look at the output of the lost rank, and start the job again from its last
-    checkpoint, since this job cannot replace the rank. ``rank`` is the lost rank, or None if it is unknown.
+    Raised on every rank that waits for it, which ``HVDKIT_TIMEOUT_SECONDS`` limits. ``rank`` is the lost rank, or None
+    if it is unknown. What to do: look at its output, and start the job again from its last checkpoint.
     """
 
 
 class PeerFailedError(_PeerError):
     """A failed engine on another rank, which is alive: its codec raised, or Ctrl-C interrupted it.
 
-    Raised on every other rank that waits, or makes its next call; the failed rank itself raises the original exception,
-    or a HorovodInternalError with that as its cause. What to do: correct what the message says, and start the job
-    again. ``rank`` is the rank whose engine failed.
+    Raised on every other rank that waits, or makes its next call; on ``rank`` itself, the original exception is, or a
+    HorovodInternalError caused by it. What to do: correct what the message says, and start the job again.
     """
 
 
@@ -68,17 +65,15 @@ class StallError(HorovodInternalError):
     """A tensor that some ranks did not submit within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
 
     Raised on the ranks that wait for it; the message names the tensor and the late ranks, which are alive. What to do:
-    have all ranks call the same operations equally often, or ``hvd.join()`` where a rank has less data; raise the limit
-    for ranks that may be so late.
+    have all ranks call the same operations equally often, or ``hvd.join()`` where a rank has less data.
     """
 
 
 class PayloadError(HorovodInternalError):
-    """A compressed payload that ``rank`` sent and that arrived damaged.
+    """A compressed payload that ``rank`` sent and that arrived damaged; ``problem`` is the damage.
 
     Raised on the rank that received it; the others raise PeerFailedError, and the job ends. What to do: run the same
-    version of hvdkit on all ranks; if you do, suspect memory or network of that rank. ``rank`` is the sender,
-    ``problem`` the damage.
+    version of hvdkit on all ranks; if you do, suspect memory or network of that rank.
     """
 
     def __init__(self, rank: int, problem: str, what: str = "") -> None:
@@ -100,8 +95,7 @@ class ParametersDifferError(HorovodInternalError):
 class ForkedChildError(HorovodInternalError):
     """A collective call in a process that was forked from a rank; only the rank can make such calls.
 
-    Raised in that process alone. What to do: let child processes, such as a DataLoader's workers, return data to the
-    rank, and make the call there.
+    Raised in that process alone. What to do: let child processes return data to the rank, and make the call there.
     """
 
     def __init__(self, rank: str, process: int) -> None:
@@ -134,8 +128,8 @@ class NotInitializedError(ValueError):
 class UnsupportedReductionError(ValueError, NotImplementedError):
     """A reduction that the called function does not support.
 
-    A ValueError; and a NotImplementedError, so a RuntimeError too, which Horovod raised from its engine. Raised before
-    anything is sent. What to do: use a reduction that the message lists.
+    A NotImplementedError, so a RuntimeError, too, as in Horovod. Raised before anything is sent. What to do: use a
+    reduction that the message lists.
     """
 
     ag_pass_through = True  # see HorovodInternalError

@@ -132,9 +132,9 @@ def reduce_request(function: str, op: Any, average: Any, prescale_factor: Any, p
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
-    """Return the reduction for ``op``, or for the deprecated ``average``: True, False or None.
+    """Return the reduction for ``op``, or for the deprecated ``average``. Returns hvd.Average without either.
 
-    Returns hvd.Average without either. Raises ValueError if both are given, or ``op`` is no reduction.
+    Raises ValueError if both are given, or ``op`` is no reduction.
 
     Examples:
         >>> hvd.handle_average_backwards_compatibility(op=hvd.Sum, average=None) == hvd.Sum
@@ -198,15 +198,14 @@ def no_integers(function: str, argument: str, dtype: str) -> ValueError:
 
 def check_root(function: str, root_rank: Any, process_set: ProcessSet, size: int) -> int:
     """Return the root's global rank. Raises TypeError unless it is an integer, ValueError unless the set has it."""
-    try:
-        root = root_rank.__index__()
-    except AttributeError:
-        raise TypeError(f"{function}: root_rank must be an integer, got {root_rank!r}") from None
-    ranks = list(range(size) if process_set is global_process_set else process_set.ranks or ())
+    if not hasattr(root_rank, "__index__"):
+        raise TypeError(f"{function}: root_rank must be an integer, got {root_rank!r}")
+    root = int(root_rank.__index__())
+    ranks = range(size) if process_set is global_process_set else process_set.ranks or ()
     if root not in ranks:
-        expected = f"root_rank must be one of the process set's ranks {ranks}"
+        expected = f"root_rank must be one of the process set's ranks {list(ranks)}"
         raise ValueError(f"{function}: {expected}, got invalid root rank {root}")
-    return int(root)
+    return root
 
 
 def check_splits(function: str, splits: Any, rows: int, size: int) -> list[int] | None:

@@ -14,10 +14,8 @@ T = TypeVar("T")
 
 Bytes = npt.NDArray[np.uint8]
 
-# Buffer sizes are rounded up to this, so that results of similar sizes share a buffer one after the other.
-STEP_BYTES = 1 << 21
-# Unused buffers are kept up to this multiple of the largest result: one is in use while the next result is made.
-KEPT_RESULTS = 2
+STEP_BYTES = 1 << 21  # to which sizes are rounded up: results of similar sizes share a buffer one after the other
+KEPT_RESULTS = 2  # of the largest size, in unused buffers: one is in use while the next result is made
 
 
 class Framework(ABC, Generic[T]):
@@ -81,12 +79,11 @@ class Framework(ABC, Generic[T]):
 class ResultBuffers:
     """Host memory that is used again for results: fresh pages cost more than the allreduce that fills them.
 
-    A buffer comes back when the last tensor on it is gone. The sizes that were unused longest are freed first.
+    A buffer comes back when the last tensor on it is gone, perhaps inside of take(): so there is no lock, but each
+    operation on the attributes is atomic. The sizes that were unused longest are freed first.
     """
 
     def __init__(self) -> None:
-        # No lock, since a buffer comes back where its last reference is dropped, perhaps inside of take(). Each single
-        # operation on these attributes is atomic.
         self._free: dict[int, list[Bytes]] = {}  # by size; the size used last is at the end
         self._largest = 0
 
@@ -97,8 +94,7 @@ class ResultBuffers:
         try:
             buffer = self._free[size].pop()
         except (KeyError, IndexError):
-            # numpy asks the system for huge pages, torch does not.
-            buffer = np.empty(size, dtype=np.uint8)
+            buffer = np.empty(size, dtype=np.uint8)  # numpy asks the system for huge pages, torch does not
         lent = buffer[:nbytes]
         weakref.finalize(lent, self._give_back, buffer).atexit = False
         return lent

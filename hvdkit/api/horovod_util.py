@@ -24,11 +24,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 def nccl_built(verbose: bool = False) -> bool:
     """True if NCCL, which comes with PyTorch for CUDA, is installed."""
-    if not gloo_built():
-        return False
-    from hvdkit.transports.gpu.nccl import nccl_version
-
-    return nccl_version() > 0
+    return gloo_built() and importlib.import_module("hvdkit.transports.gpu.nccl").nccl_version() > 0
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -38,13 +34,11 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Return False: there is no DDL."""
+    """Return False: there is no DDL, and no CCL."""
     return False
 
 
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False: there is no CCL."""
-    return False
+ccl_built = ddl_built
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -29,10 +29,9 @@ Product = ReduceOp.PRODUCT
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
-    """Join the job; the adapters' ``init`` call it.
+    """Join the job, for an adapter. Wrong arguments raise an error before any rank waits for another.
 
-    ``cuda``: tensors of GPUs travel by NCCL; ``for_torch``: tensors are PyTorch's. Wrong arguments raise an error
-    before any rank waits for another.
+    ``cuda``: tensors of GPUs travel by NCCL; ``for_torch``: tensors are PyTorch's.
     """
     ranks_or_comm, sets = _check_comm(comm), _check_process_sets(process_sets, comm)
     if not runtime.is_initialized():
@@ -68,12 +67,11 @@ def _check_process_sets(process_sets: Any, comm: Any) -> list[ProcessSet] | str 
     if process_sets is None:
         return None
     expected = 'init: process_sets must be None, "dynamic" or a list of hvd.ProcessSet'
-    if isinstance(process_sets, str):
-        if process_sets.lower() != "dynamic":
-            raise ValueError(f"{expected}, got {process_sets!r}")
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
         return "dynamic"
-    if not isinstance(process_sets, Iterable):
-        raise TypeError(f"{expected}, got {process_sets!r}")
+    if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+        kind = ValueError if isinstance(process_sets, str) else TypeError
+        raise kind(f"{expected}, got {process_sets!r}")
     sets = list(process_sets)
     for index, process_set in enumerate(sets):
         if not isinstance(process_set, ProcessSet):
@@ -118,10 +116,7 @@ class _KerasFinder(MetaPathFinder):
 
 
 def shutdown() -> None:
-    """Leave the job, after which init() may be called again. Does nothing if init() was not called.
-
-    In a child that was forked from a rank only the child leaves: the job goes on.
-    """
+    """Leave the job, after which init() may be called again; a forked child leaves alone. No-op before init()."""
     if not runtime.is_forked():
         HANDLES.clear()
     runtime.shutdown()
@@ -200,13 +195,8 @@ def communication_stats() -> CommunicationStatistics:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Have rank 0 record the engine's work in a file, in the format of chrome://tracing; see docs/timeline.md.
 
-    Args:
-        file_path: the file, which is overwritten.
-        mark_cycles: True to mark the engine's cycles too.
-
-    Raises:
-        TypeError: unless ``file_path`` is a string or a path.
-        NotInitializedError: before init() or after shutdown().
+    ``file_path`` is overwritten; ``mark_cycles``: mark the engine's cycles too. Raises TypeError unless ``file_path``
+    is a string or a path, NotInitializedError as ``size`` does.
 
     Examples:
         >>> hvd.start_timeline("timeline.json")

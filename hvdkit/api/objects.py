@@ -14,9 +14,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.errors import HorovodInternalError
 
-# A rank whose object cannot be pickled sends this instead of a length, so that no rank waits for the bytes.
-_CANNOT_PICKLE = -1
-
+_CANNOT_PICKLE = -1  # sent instead of a length, so that no rank waits for the bytes
 Array = npt.NDArray[Any]
 
 

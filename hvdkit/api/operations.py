@@ -196,8 +196,8 @@ def _add(
 ) -> int:
     """Return the number of an operation. The results are in ``buffers``, or returned by the engine if that is None.
 
-    ``in_place``: the user gets the tensors themselves; ``writes``: the results must be copied into them. Without
-    ``in_place`` no reference to the tensors is kept, so that a user who drops them in flight has their memory back.
+    ``in_place``: the user gets the tensors themselves; ``writes``: the results must be copied into them. Otherwise no
+    reference to the tensors is kept, so that a user who drops them in flight has their memory back.
     """
     targets = tensors if in_place else None
     devices = [] if in_place else [framework.device_of(tensor) for tensor in tensors]

@@ -26,11 +26,7 @@ _launchers: list[Detect] = [
 
 
 def register(launcher: Detect) -> None:
-    """Try ``launcher`` before all others. Call it before ``hvd.init()``.
-
-    Args:
-        launcher: Returns the process's World from the environment, or None if it did not start the process.
-    """
+    """Try ``launcher`` before all others. Call it before ``hvd.init()``."""
     _launchers.insert(0, launcher)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hvdkit.errors import EnvironmentConflictError
 
@@ -62,16 +63,15 @@ class World:
 Detect = Callable[[Mapping[str, str]], World | None]
 
 
-@dataclass(frozen=True)
-class Names:
-    """A launcher's variable for each field of World; None where the launcher has none."""
+class Names(NamedTuple):
+    """A launcher's variable for each field of World; "" where the launcher has none."""
 
     rank: str
     size: str
-    local_rank: str | None = None
-    local_size: str | None = None
-    cross_rank: str | None = None
-    cross_size: str | None = None
+    local_rank: str = ""
+    local_size: str = ""
+    cross_rank: str = ""
+    cross_size: str = ""
 
 
 def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> World | None:
@@ -106,10 +106,8 @@ def integer(environ: Mapping[str, str], name: str) -> int:
     """Return the whole number, zero or larger, that the variable holds."""
     text = environ[name].strip()
     if not (text.isascii() and text.isdigit()):
-        raise EnvironmentConflictError(
-            f"{name}={environ[name]!r} is not a whole number of zero or more\n"
-            f"HINT: unset {name}, or start the process with the launcher that sets it"
-        )
+        hint = f"unset {name}, or start the process with the launcher that sets it"
+        raise EnvironmentConflictError(f"{name}={environ[name]!r} is not a whole number of zero or more\nHINT: {hint}")
     return int(text)
 
 
@@ -148,10 +146,9 @@ def _assignments(environ: Mapping[str, str], names: Iterable[str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names if name in environ) or "none of them"
 
 
-def _pair(environ: Mapping[str, str], index_name: str | None, count_name: str | None) -> tuple[int | None, int | None]:
+def _pair(environ: Mapping[str, str], index_name: str, count_name: str) -> tuple[int | None, int | None]:
     """Return an index and its count, None for a variable that is not set; the index must be below the count."""
-    index = integer(environ, index_name) if index_name and index_name in environ else None
-    count = integer(environ, count_name) if count_name and count_name in environ else None
+    index, count = (integer(environ, name) if name in environ else None for name in (index_name, count_name))
     if count is not None and count < 1:
         raise EnvironmentConflictError(f"{count_name}={count} must be at least 1\nHINT: unset it, or correct it")
     if index is not None and count is not None and index >= count:

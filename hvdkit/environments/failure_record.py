@@ -25,16 +25,11 @@ logger = logging.getLogger("hvdkit")
 
 # hvdkitrun sets this variable to get records. A rank removes it, since nobody may read the stderr of its children.
 WANTED = "HVDKIT_FAILURE_RECORDS"
-BEGINS = "\x1ehvdkit traceback"
-MARK = "\x1ehvdkit failure "
+INIT_PIPE = "HVDKIT_INIT_PIPE"  # on which the rank tells its worker that it calls hvd.init()
+BEGINS, MARK = "\x1ehvdkit traceback", "\x1ehvdkit failure "
 # A rank's worker (launch/worker) writes such a line when the rank called hvd.init(), or ended as it was asked to.
-NOTE = "\x1ehvdkit note "
-INIT, ENDED = "init", "ended"
-# The pipe on which the rank tells its worker that it calls hvd.init().
-INIT_PIPE = "HVDKIT_INIT_PIPE"
-
+NOTE, INIT, ENDED = "\x1ehvdkit note ", "init", "ended"
 ANOTHER = -1  # an unknown rank
-
 LONGEST_ERROR = 3000  # characters
 MOST_FRAMES = 30  # of the user's own files
 
@@ -45,16 +40,11 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 @dataclass(frozen=True)
 class Record:
-    """The failure of a rank.
+    """The failure of a rank."""
 
-    error: the exception as Python prints it, without the traceback.
-    frames: the traceback's lines in the user's own files, with the number of library lines between them.
-    after: the rank whose loss or leaving caused this failure, ANOTHER if it is unknown, None if no rank caused it.
-    """
-
-    error: str
-    frames: str = ""
-    after: int | None = None
+    error: str  # the exception as Python prints it, without the traceback
+    frames: str = ""  # the traceback's lines in the user's own files, with the number of library lines between them
+    after: int | None = None  # the rank that caused it by its loss or leaving, ANOTHER if it is unknown
 
     def line(self) -> str:
         """Return the record as a line of output."""

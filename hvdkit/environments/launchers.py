@@ -11,18 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hvdkit.environments.base import (
-    BY_HAND,
-    Names,
-    Rendezvous,
-    World,
-    half_set,
-    in_mpi_job,
-    integer,
-    master_rendezvous,
-    port,
-    read_world,
-)
+from hvdkit.environments import base
+from hvdkit.environments.base import BY_HAND, Names, Rendezvous, World, half_set, in_mpi_job, integer, read_world
 from hvdkit.environments.network import LOOPBACK
 from hvdkit.errors import EnvironmentConflictError
 
@@ -53,7 +43,6 @@ def hvdkitrun(environ: Mapping[str, str]) -> World | None:
 
 def horovodrun(environ: Mapping[str, str]) -> World | None:
     """Return the World in HOROVOD_RANK and its like, None if ``horovodrun --gloo`` did not start this process."""
-    # horovodrun serves keys and values over HTTP, which is no TCPStore.
     hint = f"horovodrun --gloo sets them all; start with it or with hvdkitrun, or {_FORMER_JOB}"
     return _world_with_rendezvous(environ, HOROVODRUN, "HOROVOD", "HOROVOD_GLOO_RENDEZVOUS", "http", hint)
 
@@ -68,7 +57,7 @@ def _world_with_rendezvous(
     if world is None:
         return None
     if address in environ and port_name in environ:
-        return replace(world, rendezvous=Rendezvous(kind, environ[address], port(environ, port_name)))
+        return replace(world, rendezvous=Rendezvous(kind, environ[address], base.port(environ, port_name)))
     if world.size > 1:
         raise half_set(launcher, environ, (names.rank, names.size, address, port_name), hint)
     return world
@@ -79,7 +68,7 @@ def torchrun(environ: Mapping[str, str]) -> World | None:
     world = read_world("torchrun", environ, _TORCHRUN, _TORCHRUN_HINT)
     if world is None:
         return None
-    rendezvous = master_rendezvous(environ)
+    rendezvous = base.master_rendezvous(environ)
     if rendezvous is None and world.size > 1:
         raise half_set("torchrun", environ, (*BY_HAND, "MASTER_ADDR", "MASTER_PORT"), _TORCHRUN_HINT)
     if rendezvous is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -137,7 +126,7 @@ def srun(environ: Mapping[str, str]) -> World | None:
     world = replace(world, local_size=_tasks_on_this_node(environ))
     if _has_pmi(environ):
         return in_mpi_job(world, environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-    return replace(world, rendezvous=master_rendezvous(environ) or _first_host(environ))
+    return replace(world, rendezvous=base.master_rendezvous(environ) or _first_host(environ))
 
 
 def srun_with_pmi(environ: Mapping[str, str]) -> World | None:
@@ -150,10 +139,9 @@ def _has_pmi(environ: Mapping[str, str]) -> bool:
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
-    text, node = environ.get("SLURM_STEP_TASKS_PER_NODE"), environ.get("SLURM_NODEID")
-    if not text or not node:
+    if not environ.get("SLURM_STEP_TASKS_PER_NODE") or not environ.get("SLURM_NODEID"):
         return None
-    counts, index = expand_counts(text), integer(environ, "SLURM_NODEID")
+    counts, index = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"]), integer(environ, "SLURM_NODEID")
     return counts[index] if index < len(counts) else None
 
 
@@ -162,8 +150,7 @@ def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
         return None
-    job = integer(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
-    step = integer(environ, "SLURM_STEP_ID")
+    job, step = (integer(environ, name) if name in environ else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     hosts = expand_hosts(nodes)
     # Only tasks of this step connect there: on one host, other hosts need not see it.
     host = hosts[0] if len(hosts) > 1 else LOOPBACK

@@ -51,16 +51,12 @@ def horovod_variables(
     """
     common: dict[str, str | None] = {
         "HOROVOD_CONTROLLER": controller,
-        # A bucket is fused already. Horovod's own fusion depends on timing, and with it the order in which an element
-        # is summed.
-        "HOROVOD_FUSION_THRESHOLD": "0",
+        "HOROVOD_FUSION_THRESHOLD": "0",  # it depends on timing, and with it the order of sums; buckets are fused
         # Operations have unique names and never hit the cache; but without it ranks exchange whole lists in every
         # cycle, also when idle, which takes 25% of a core instead of 5%.
         "HOROVOD_CACHE_CAPACITY": "1024",
-        # At its own level Horovod warns about the cache, which new names fill.
-        "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "error"),
-        # Horovod gets an operation when all ranks have submitted it; hvdkit's engine notices late ranks.
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "error"),  # warnings are about the full cache
+        "HOROVOD_STALL_CHECK_DISABLE": "1",  # hvdkit's engine notices late ranks
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": None,
         "HOROVOD_TIMELINE": None,  # hvdkit writes that file
         "HOROVOD_AUTOTUNE": None,  # it would choose another fusion

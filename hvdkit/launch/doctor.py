@@ -9,19 +9,15 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
-
 import hvdkit
-from hvdkit import as_horovod, environments, kernels
+from hvdkit import environments, kernels
 from hvdkit.errors import EnvironmentConflictError
 from hvdkit.launch.mpi import find_mpirun
 
@@ -82,11 +78,10 @@ class Finding:
 def look() -> list[Finding]:
     """Return all findings. Takes as long as the import of the slowest framework."""
     answers = probe(_PROGRAMS)
-    others = (_horovod, _mpirun, _launcher, _interfaces, _shared_memory, _kernels, _compiler)
     return [
         *_frameworks(answers["torch"], answers["tensorflow"], answers["keras"]),
         *_transports(answers["torch"], answers["tensorflow"], answers["mpi4py"]),
-        *(finding() for finding in others),
+        *(finding() for finding in (_mpirun, _launcher, _shared_memory, _kernels, _compiler)),
     ]
 
 
@@ -178,14 +173,6 @@ def _transports(torch: Any, tensorflow: Any, mpi: Any) -> list[Finding]:
     return [by_mpi, by_gloo, Finding("NCCL", False, "not there", hint)]
 
 
-def _horovod() -> Finding:
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or not spec.origin or as_horovod.FOLDER in Path(spec.origin).parents:
-        return Finding("Horovod", None, f"{NOT_INSTALLED}; not needed")
-    built = [name for name in ("torch", "tensorflow") if [*Path(spec.origin).parent.glob(f"{name}/mpi_lib*.so")]]
-    return Finding("Horovod", None, f"{version_of('horovod')}, built for {' and '.join(built) or 'no framework'}")
-
-
 def _mpirun() -> Finding:
     mpirun = find_mpirun()
     if mpirun.path is not None:
@@ -202,20 +189,6 @@ def _launcher() -> Finding:
     if world.launcher == "none":
         return Finding("launcher", None, "none: this process is a job of one rank", "hvdkitrun -np 4 python train.py")
     return Finding("launcher", True, f"{world.launcher}: rank {world.rank} of {world.size}")
-
-
-def _interfaces() -> Finding:
-    families, states = (socket.AF_INET, socket.AF_INET6), psutil.net_if_stats()
-    addresses = [
-        f"{name} {entry.address}"
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in states and states[name].isup and entry.family in families and not entry.address.startswith("fe80")
-    ]
-    if all(address.split()[1].startswith(("127.", "::1")) for address in addresses):
-        hint = "this machine can only run jobs of its own"
-        return Finding("interfaces", None, ", ".join(addresses) or "none is up", hint)
-    return Finding("interfaces", True, ", ".join(addresses))
 
 
 def _shared_memory() -> Finding:

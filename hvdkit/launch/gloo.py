@@ -7,8 +7,9 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
+from typing import NamedTuple
 
 import psutil
 
@@ -19,11 +20,8 @@ from hvdkit.launch.hosts import Placement
 from hvdkit.launch.job import LaunchJob, for_other_hosts
 from hvdkit.launch.supervise import WORKER, Child
 
-_PORTS = (20000, 32767)  # below the ports that Linux hands out itself
 
-
-@dataclass(frozen=True)
-class MeetingPoint:
+class MeetingPoint(NamedTuple):
     """The address at which rank 0 listens; ``socket`` is open already if rank 0 runs on this machine."""
 
     address: str
@@ -39,8 +37,8 @@ def meeting_point(job: LaunchJob) -> Iterator[MeetingPoint]:
     """
     first = job.placements[0].host
     if first in job.remote:
-        # No port can be opened there in advance. If another program has it, rank 0 says so when it starts.
-        yield MeetingPoint(first, random.SystemRandom().randint(*_PORTS))
+        # A port that no program should have, below those that Linux hands out itself; rank 0 says so if one has it.
+        yield MeetingPoint(first, random.SystemRandom().randint(20000, 32767))
         return
     others = [placement.host for placement in job.placements if placement.host in job.remote]
     address = own_address(others[0], job.options.interfaces, job.ssh.port or 22) if others else LOOPBACK
@@ -59,10 +57,9 @@ def own_address(other: str, interfaces: list[str], port: int) -> str:
     except LookupError as error:
         raise UsageError(f"{error.args[0]}\nHINT: choose one of them, or leave --network-interfaces away") from error
     except OSError as error:  # the host's name may be known to ssh only
-        raise LaunchError(
-            f"cannot find the address under which host {other} sees this machine: {error}\n"
-            "HINT: name the network interface that leads there with --network-interfaces"
-        ) from error
+        hint = "name the network interface that leads there with --network-interfaces"
+        fact = f"cannot find the address under which host {other} sees this machine: {error}"
+        raise LaunchError(f"{fact}\nHINT: {hint}") from error
 
 
 def rank_environment(job: LaunchJob, placement: Placement, point: MeetingPoint) -> dict[str, str]:

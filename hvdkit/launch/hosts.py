@@ -40,10 +40,8 @@ def parse_hosts(text: str) -> list[Host]:
     for entry in text.split(","):
         match = _HOST.fullmatch(entry.strip())
         if match is None or int(match["slots"]) < 1:
-            raise UsageError(
-                f"cannot read {entry.strip()!r} in the host list {text!r}\n"
-                "HINT: write each host as name:slots, joined by commas, as in -H host1:2,host2:4"
-            )
+            hint = "write each host as name:slots, joined by commas, as in -H host1:2,host2:4"
+            raise UsageError(f"cannot read {entry.strip()!r} in the host list {text!r}\nHINT: {hint}")
         hosts.append(Host(_name(match), int(match["slots"])))
     return _without_doubles(hosts, text)
 
@@ -58,10 +56,8 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
         match = _FILE_LINE.fullmatch(line)
         slots = int(match["slots"] or match["colon"] or 1) if match else 0
         if match is None or slots < 1:
-            raise UsageError(
-                f"cannot read line {number} of the host file {path}: {line!r}\n"
-                "HINT: write each host on its own line as: host1 slots=2"
-            )
+            hint = "write each host on its own line as: host1 slots=2"
+            raise UsageError(f"cannot read line {number} of the host file {path}: {line!r}\nHINT: {hint}")
         hosts.append(Host(_name(match), slots))
     if not hosts:
         raise UsageError(f"the host file {path} names no host\nHINT: write a line such as: host1 slots=2")
@@ -75,9 +71,8 @@ def _name(match: re.Match[str]) -> str:
 def _without_doubles(hosts: list[Host], where: str) -> list[Host]:
     names = [host.name for host in hosts]
     if doubles := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(
-            f"{', '.join(doubles)} stands more than once in {where!r}\nHINT: name each host once, with all its slots"
-        )
+        hint = "name each host once, with all its slots"
+        raise UsageError(f"{', '.join(doubles)} stands more than once in {where!r}\nHINT: {hint}")
     return hosts
 
 

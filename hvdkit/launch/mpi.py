@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdkit.environments import limits
 from hvdkit.launch import LaunchError, UsageError
@@ -28,8 +28,7 @@ _SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
 _SESSIONS_OF_THE_CALLER = re.compile(r"\w*tmpdir_base|--tmpdir")
 
 
-@dataclass(frozen=True)
-class Mpirun:
+class Mpirun(NamedTuple):
     """An mpirun, or the reason why there is none to use."""
 
     path: str | None
@@ -57,8 +56,7 @@ def find_mpirun() -> Mpirun:
     return Mpirun(path)
 
 
-@dataclass(frozen=True)
-class Controller:
+class Controller(NamedTuple):
     """The way to start ranks: with ``mpirun``, or None: by hvdkitrun itself. ``reason``: why this way."""
 
     mpirun: str | None
@@ -81,10 +79,8 @@ def choose_controller(flag: str | None, transport: str, size: int) -> Controller
             f"HINT: leave --{flag} away, or unset HVDKIT_TRANSPORT"
         )
     if carrier is not None and size > (carrier.most_ranks or size):
-        raise UsageError(
-            f"{variable} is for one process, but -np {size} asks for more\n"
-            "HINT: unset HVDKIT_TRANSPORT, or start with -np 1"
-        )
+        hint = "unset HVDKIT_TRANSPORT, or start with -np 1"
+        raise UsageError(f"{variable} is for one process, but -np {size} asks for more\nHINT: {hint}")
     chosen, source = (flag, f"--{flag}") if flag is not None else (needed, variable)
     mpirun = Mpirun(None, source) if chosen == "gloo" else find_mpirun()
     if mpirun.path is None:
@@ -149,9 +145,8 @@ def mpirun_argv(job: LaunchJob, mpirun: str, mpi_args: list[str], without_tcp: b
         )
     if login:
         argv += ["--mca", "plm_ssh_args", " ".join(login)]
-    if interfaces:
-        argv += ["--mca", "btl_tcp_if_include", ",".join(interfaces)]
-        argv += ["--mca", "oob_tcp_if_include", ",".join(interfaces)]
+    for layer in ("btl", "oob") if interfaces else ():
+        argv += ["--mca", f"{layer}_tcp_if_include", ",".join(interfaces)]
     if without_tcp:
         argv += ["--mca", "btl", "^tcp"]
     if len(hosts) > 1 and "opal_abort_delay" not in mpi_args:

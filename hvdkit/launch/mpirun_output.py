@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from hvdkit.environments import limits
 
-_TAG = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr|stddiag)>: ")
+_TAG = rb"\[\d+,(?P<rank>\d+)\]<(?P<stream>stdout|stderr|stddiag)>: "
 _PARTIAL_TAG = re.compile(rb"\[(\d+(,(\d+(\](<([a-z]*(>:?)?)?)?)?)?)?)?\Z")
 _DASHES = rb"-{60,76}"
-_REPORT = re.compile(_DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
+_TAG_OR_REPORT = re.compile(_TAG + b"|" + _DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
 _PARTIAL_REPORT = re.compile(rb"(?:-{1,76}|" + _DASHES + rb"\n[^\n]*)\Z")
 _REPORT_END = re.compile(rb"\n" + _DASHES + rb"\n")
 # MPI's message when a rank calls for the end of the job.
@@ -75,28 +75,25 @@ class MpirunStream:
     def _step(self) -> bool:
         """Take a report, or the data up to a tag, off the buffer. Return True if more may follow."""
         buffer = self._buffer
+        match = (_REPORT_END if self._in_report else _TAG_OR_REPORT).search(buffer)
+        if match is None:
+            if not self._in_report:
+                partial = _PARTIAL_TAG.search(buffer) or _PARTIAL_REPORT.search(buffer)
+                keep = len(buffer) if partial is None else partial.start()
+                self._hand_on(buffer[:keep])
+                self._buffer = buffer[keep:]
+            return False
         if self._in_report:
-            end = _REPORT_END.search(buffer)
-            if end is None:
-                return False
-            self.own_words += buffer[: end.end()]
-            self._buffer, self._in_report, self._source = buffer[end.end() :], False, None
+            self.own_words += buffer[: match.end()]
+            self._buffer, self._in_report, self._source = buffer[match.end() :], False, None
             return True
-        tag, report = _TAG.search(buffer), _REPORT.search(buffer)
-        if report is not None and (tag is None or report.start() < tag.start()):
-            self._hand_on(buffer[: report.start()])
-            self._buffer, self._in_report = buffer[report.start() :], True
-            return True
-        if tag is not None:
-            self._hand_on(buffer[: tag.start()])
-            stream = "stdout" if tag[2] == b"stdout" else "stderr"
-            self._source, self._buffer = (int(tag[1]), stream), buffer[tag.end() :]
-            return True
-        partial = _PARTIAL_TAG.search(buffer) or _PARTIAL_REPORT.search(buffer)
-        keep = len(buffer) if partial is None else partial.start()
-        self._hand_on(buffer[:keep])
-        self._buffer = buffer[keep:]
-        return False
+        self._hand_on(buffer[: match.start()])
+        if match["rank"] is None:
+            self._buffer, self._in_report = buffer[match.start() :], True
+        else:
+            stream = "stdout" if match["stream"] == b"stdout" else "stderr"
+            self._source, self._buffer = (int(match["rank"]), stream), buffer[match.end() :]
+        return True
 
     def _hand_on(self, data: bytes) -> None:
         if self._source is None or self._in_report:

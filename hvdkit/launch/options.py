@@ -46,16 +46,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\nHINT: {hint}")
 
 
-class _Setting(argparse.Action):
-    """An action that puts a variable into ``settings``. ``const``: the variable, and its value for a switch."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        variable, value = self.const
-        namespace.settings = {**namespace.settings, variable: str(values) if value is None else value}
-
-
 def _at_least(
     lowest: float, kind: Callable[[str], float], factor: int = 1, or_more: bool = True
 ) -> Callable[[str], float]:
@@ -125,21 +115,18 @@ def build_parser() -> argparse.ArgumentParser:
     _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", metavar="S", type=whole)
     _add_setting(group, "--log-level", "LOG_LEVEL", choices=_LOG_LEVELS)
     horovod_flags.add_to(parser)
-    parser.set_defaults(settings={})
     return parser
 
 
 def _add_setting(group: argparse._ArgumentGroup, flag: str, name: str, unit: str = "", **how: Any) -> None:
-    variable = f"HOROVOD_{name}"
-    group.add_argument(flag, action=_Setting, dest="settings", const=(variable, None), help=variable + unit, **how)
+    group.add_argument(flag, dest=f"HOROVOD_{name}", help=f"HOROVOD_{name}{unit}", **how)
 
 
 def _add_switch(group: argparse._ArgumentGroup, flags: tuple[str, str], name: str, values: tuple[str, str]) -> None:
     """Add two flags of which at most one may be given. Without either, the caller's environment stays as it is."""
     which, variable = group.add_mutually_exclusive_group(), f"HOROVOD_{name}"
     for flag, value in zip(flags, values, strict=True):
-        about = f"{variable}={value}"
-        which.add_argument(flag, action=_Setting, nargs=0, dest="settings", const=(variable, value), help=about)
+        which.add_argument(flag, action="store_const", const=value, dest=variable, help=f"{variable}={value}")
 
 
 def parse(argv: Sequence[str]) -> Options | None:
@@ -153,8 +140,9 @@ def parse(argv: Sequence[str]) -> Options | None:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise UsageError("what shall the processes run? The command is missing\nHINT: hvdkitrun -np 4 python train.py")
-    if arguments.start_timeout is not None:
-        arguments.settings = {**arguments.settings, "HOROVOD_START_TIMEOUT": f"{arguments.start_timeout:g}"}
+    given = {name: value for name, value in vars(arguments).items() if name.startswith("HOROVOD_")}
+    given["HOROVOD_START_TIMEOUT"] = arguments.start_timeout and f"{arguments.start_timeout:g}"
+    arguments.settings = {name: str(value) for name, value in given.items() if value is not None}
     arguments.command, arguments.hosts = command, _hosts(arguments)
     arguments.transport = _from_environment("transport")
     arguments.interfaces = [name for names in arguments.interfaces for name in names.split(",") if name]

@@ -142,7 +142,6 @@ def _open_files(size: int, folder: Path) -> dict[tuple[int, str], BinaryIO]:
             for stream in STREAMS:
                 files[rank, stream] = (rank_folder / stream).open("wb", buffering=0)
     except OSError as error:
-        raise LaunchError(
-            f"cannot write the output files: {error}\nHINT: give --output-filename a folder that can be written"
-        ) from error
+        hint = "give --output-filename a folder that can be written"
+        raise LaunchError(f"cannot write the output files: {error}\nHINT: {hint}") from error
     return files

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from subprocess import PIPE
 
@@ -75,14 +75,15 @@ class Outcome:
 def supervise(children: list[Child], stop_grace: float) -> Outcome:
     """Start the children and stay until all have ended. ``stop_grace``: the seconds that SIGTERM leaves to ranks."""
     worker.adopt_orphans()
-    with _wake_on_signals() as wake:
-        supervisor, outcome = _Supervisor(children, wake, stop_grace), None
-        try:
-            outcome = supervisor.loop()
-        finally:
-            # After success, processes that left their rank's process group on purpose may stay.
-            if outcome != Outcome():
-                supervisor.kill()
+    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+    signals = [number for number in worker.STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    supervisor, outcome = _Supervisor(children, worker.wake_on_signals(signals), stop_grace), None
+    try:
+        outcome = supervisor.loop()
+    finally:
+        # After success, processes that left their rank's process group on purpose may stay.
+        if outcome != Outcome():
+            supervisor.kill()
     return outcome
 
 
@@ -212,21 +213,3 @@ def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(data)
         process.stdin.flush()
-
-
-@contextlib.contextmanager
-def _wake_on_signals() -> Iterator[int]:
-    """Yield a descriptor on which signals arrive as bytes, so that none falls between two system calls."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *worker.STOP_SIGNALS)}
-    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
-    receiving, sending, previous = worker.wake_on_signals(
-        [number for number in worker.STOP_SIGNALS if before[number] is not signal.SIG_IGN]
-    )
-    try:
-        yield receiving
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(previous)
-        os.close(receiving)
-        os.close(sending)

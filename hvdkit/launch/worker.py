@@ -228,14 +228,14 @@ class Leash:
             send(self._child.pid, RELAY)
 
 
-def wake_on_signals(numbers: Iterable[int] = STOP_SIGNALS) -> tuple[int, int, int]:
-    """Have SIGCHLD and these signals write their numbers into a pipe; return its two ends and the former wakeup fd."""
+def wake_on_signals(numbers: Iterable[int] = STOP_SIGNALS) -> int:
+    """Have SIGCHLD and these signals arrive as bytes at a descriptor, so that none falls between two system calls."""
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
-    previous = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, *numbers):
         signal.signal(number, lambda number, frame: None)
-    return receiving, sending, previous
+    return receiving
 
 
 def end_like(code: int, by_signal: bool) -> None:
@@ -252,7 +252,7 @@ def end_like(code: int, by_signal: bool) -> None:
 
 def main() -> None:
     """Run the command of the header, and end as it ended."""
-    wake, _, _ = wake_on_signals()
+    wake = wake_on_signals()
     adopt_orphans()
     header = read_header()
     if header is None:
@@ -276,7 +276,7 @@ def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
     """Run a rank's command in the process group that mpirun made for it, which mpirun signals as a whole."""
     mpirun = os.getppid()
     forwarded = [getattr(signal, f"SIG{name}") for name in FORWARDED.split() if hasattr(signal, f"SIG{name}")]
-    wake, _, _ = wake_on_signals([RELAY, *forwarded])
+    wake = wake_on_signals([RELAY, *forwarded])
     adopt_orphans()
     init = init_pipe()  # before the command starts
     leash = Leash(popen(command), 0.0, stop_grace, init)
