@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -69,18 +68,13 @@ class _Horovod(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """The finder of modules with Horovod's names, ahead of all other finders."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname in MODULES or fullname in ("horovod", "horovod.common"):
             return ModuleSpec(fullname, self, is_package=True)
         package, _, name = fullname.rpartition(".")
         if package.partition(".")[0] == "horovod" and name in api.HINTS:
             text = f"horovod is hvdkit here, which has no {fullname}\nHINT: {api.HINTS[name]}"
             raise ModuleNotFoundError(text, name=fullname)
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:

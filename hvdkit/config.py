@@ -50,13 +50,6 @@ def _number(unit: str, number: Callable[[str], Any], expected: str, positive: bo
     return _kind(unit, parse)
 
 
-def _parse_boolean(text: str) -> bool:
-    word = text.strip().lower()
-    if word not in _BOOLEANS:
-        raise ValueError("expected 0 or 1")
-    return _BOOLEANS[word]
-
-
 def _parse_threads(text: str) -> int:
     """Return OpenMP's first number; more numbers are for nested loops, and OpenMP itself reports invalid text."""
     first = text.split(",")[0].strip()
@@ -78,7 +71,7 @@ def _count(unit: str) -> _Kind:
 
 
 _path = _kind("path", str)
-_switch = _kind("0 or 1", _parse_boolean)
+_switch = _kind("0 or 1", lambda text: _BOOLEANS[_one_of(_BOOLEANS, text.strip().lower())])
 _threads = _kind("threads", _parse_threads)
 _seconds = _number("s", float, "seconds, zero or more")
 _positive_seconds = _number("s", float, "seconds, zero or more", positive=True)
@@ -90,10 +83,7 @@ _log_level = _kind(", ".join(_LOG_LEVELS), lambda text: _LOG_LEVELS[_one_of(_LOG
 
 @dataclass(frozen=True)
 class Settings:
-    """The run-time options of a process. If a setting has several names, the first that is set wins.
-
-    An empty variable ("") counts as not set.
-    """
+    """The run-time options of a process. Of several names, the first wins that is set, and not to nothing."""
 
     transport: str = _choice(TRANSPORTS)("auto", "HVDKIT_TRANSPORT")(
         "what carries the bytes; `auto` follows the launcher and the device"
@@ -197,11 +187,9 @@ def value_of(setting: str, environ: Mapping[str, str]) -> Any:
         try:
             return entry.metadata["parse"](environ[name])
         except ValueError as error:
-            raise ValueError(
-                f"environment variable {name}: {error}, got {environ[name]!r}\n"
-                f"HINT: {name} sets {entry.metadata['about']} (unit: {entry.metadata['unit']}, "
-                f"default: {entry.default})."
-            ) from None
+            fact = f"environment variable {name}: {error}, got {environ[name]!r}"
+            about = f"{entry.metadata['about']} (unit: {entry.metadata['unit']}, default: {entry.default})"
+            raise ValueError(f"{fact}\nHINT: {name} sets {about}.") from None
     return entry.default
 
 

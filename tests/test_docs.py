@@ -17,7 +17,6 @@ from docs.hooks import tables
 from hvdkit import config
 from hvdkit.api import missing_attribute
 from hvdkit.as_horovod import MODULES
-from hvdkit.launch import horovod_flags
 from hvdkit.launch.options import build_parser
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -179,7 +178,7 @@ def test_who_asks_an_adapter_for_what_is_absent_is_told_what_there_is_instead(mo
 
 
 def test_flags_are_accepted_or_refused_as_the_migration_guide_says():
-    said, reasons = rows("Flags of horovodrun"), horovod_flags.reasons()
+    said, reasons = rows("Flags of horovodrun"), tables.effects()
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert said.keys() <= flags
     assert flags - said.keys() == {"-h", "--help", "--as-horovod", "--stop-grace"}  # hvdkit's own

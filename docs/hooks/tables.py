@@ -32,10 +32,18 @@ def flags() -> str:
         title = _TITLES.get(group.title or "", group.title or "")
         tables.append(_table(title, group.description, "flag | what it does", rows))
     others: dict[str, list[str]] = {}
-    for flag, text in horovod_flags.reasons().items():
+    for flag, text in effects().items():
         others.setdefault(text, []).append(f"`{flag}`")
     rows = [f"{', '.join(flags)} | {text}" for text, flags in others.items()]
     return "\n\n".join([*tables, _table("other flags of horovodrun", None, "flag | what becomes of it", rows)])
+
+
+def effects() -> dict[str, str]:
+    """Return the effect of each of horovodrun's other flags."""
+    without_effect = {flag: f"no effect: {reason}" for flag, reason in horovod_flags.REASONS.items()}
+    granted = dict.fromkeys(horovod_flags.GRANTED, "is so already")
+    refused = {flag: f"refused: {fact}; {instead}" for flag, (fact, instead) in horovod_flags.REFUSALS.items()}
+    return without_effect | granted | refused
 
 
 def _table(title: str, about: str | None, columns: str, rows: list[str]) -> str:

@@ -111,10 +111,7 @@ def _public_name(op: ReduceOp) -> str:
 
 
 def op_or_average(function: str, op: Any, average: Any, stacklevel: int = 3) -> ReduceOp:
-    """Return the reduction for ``op`` or Horovod's deprecated ``average``; without either it is the average.
-
-    ``stacklevel``: that of the user's call, for the warning. Raises ValueError if both are given.
-    """
+    """Return the reduction for ``op`` or the deprecated ``average``, or the average. Raises ValueError for both."""
     if average is None:
         return ReduceOp.AVERAGE if op is None else check_op(function, op)
     if op is not None:

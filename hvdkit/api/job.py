@@ -52,10 +52,8 @@ def _check_comm(comm: Any) -> Any:
         return comm
     ranks = list(comm) if isinstance(comm, Iterable) and not isinstance(comm, str | bytes) else None
     if ranks is None or any(isinstance(rank, bool) or not hasattr(rank, "__index__") for rank in ranks):
-        raise ValueError(
-            "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object.\n"
-            f"init: comm: got {comm!r}"
-        )
+        expected = "Expected list of rank integers or mpi4py.MPI.Comm object."
+        raise ValueError(f"Invalid type of argument comm. {expected}\ninit: comm: got {comm!r}")
     return [int(rank.__index__()) for rank in ranks]
 
 
@@ -166,8 +164,7 @@ def compression_stats() -> CompressionStatistics:
     """Return figures of compression on this rank; ``str`` of them has a line for each codec.
 
     Their dicts ``by_codec`` and ``by_parameter`` have ``bytes_before``, ``bytes_after``, ``ratio``, ``encode_seconds``,
-    ``decode_seconds`` and ``residual_norm``, the norm of what is kept and not sent. Raises NotInitializedError as
-    ``size`` does.
+    ``decode_seconds`` and ``residual_norm``, of what is kept and not sent. Raises NotInitializedError as ``size`` does.
 
     Examples:
         >>> print(hvd.compression_stats())
@@ -177,11 +174,10 @@ def compression_stats() -> CompressionStatistics:
 
 
 def communication_stats() -> CommunicationStatistics:
-    """Return the cost of communication for this rank since init().
+    """Return the cost of communication for this rank since init(). Raises NotInitializedError as ``size`` does.
 
     It has ``bytes_sent``, ``reductions`` (after fusion), ``reduced_bytes``, ``seconds`` that training threads waited
-    for communication, and ``busy_seconds`` that reductions took, which overlap. Raises NotInitializedError as ``size``
-    does.
+    for communication, and ``busy_seconds`` that reductions took, which overlap.
 
     Examples:
         >>> before = hvd.communication_stats()

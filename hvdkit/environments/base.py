@@ -1,7 +1,4 @@
-"""A process's place in its job, and how it is read from a launcher's variables.
-
-Variables that contradict each other stop the process. A guess would start a job in which ranks wait for ever.
-"""
+"""A process's place in its job, read from a launcher's variables; variables that contradict each other are an error."""
 
 from __future__ import annotations
 
@@ -75,10 +72,8 @@ class Names(NamedTuple):
 
 
 def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> World | None:
-    """Return the checked place in the job, or None if this launcher set neither rank nor size.
-
-    A size of 1 without a rank is a leftover in a container image or a shell, and is ignored.
-    """
+    """Return the checked place in the job, or None if this launcher set neither rank nor size."""
+    # A size of 1 without a rank is a leftover in a container image or a shell.
     if names.rank not in environ and (names.size not in environ or integer(environ, names.size) <= 1):
         return None
     if names.rank not in environ or names.size not in environ:
@@ -89,9 +84,8 @@ def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: st
     assert rank is not None
     assert size is not None
     if local_size is not None and local_size > size:
-        raise EnvironmentConflictError(
-            f"{names.local_size}={local_size} is larger than {names.size}={size}\n{_DIFFERENT_LAUNCHERS}"
-        )
+        fact = f"{names.local_size}={local_size} is larger than {names.size}={size}"
+        raise EnvironmentConflictError(f"{fact}\n{_DIFFERENT_LAUNCHERS}")
     return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=_job_identifier(environ))
 
 
@@ -152,9 +146,8 @@ def _pair(environ: Mapping[str, str], index_name: str, count_name: str) -> tuple
     if count is not None and count < 1:
         raise EnvironmentConflictError(f"{count_name}={count} must be at least 1\nHINT: unset it, or correct it")
     if index is not None and count is not None and index >= count:
-        raise EnvironmentConflictError(
-            f"{index_name}={index} must be smaller than {count_name}={count}\n{_DIFFERENT_LAUNCHERS}"
-        )
+        fact = f"{index_name}={index} must be smaller than {count_name}={count}"
+        raise EnvironmentConflictError(f"{fact}\n{_DIFFERENT_LAUNCHERS}")
     return index, count
 
 

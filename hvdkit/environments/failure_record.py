@@ -1,7 +1,6 @@
-"""The lines on stderr in which a rank tells hvdkitrun of its failure, and which hvdkitrun takes out of its output.
+"""The lines on stderr in which a rank tells hvdkitrun of its failure, before and after the traceback.
 
-By a mark before the traceback that Python prints, and a record after it, hvdkitrun keeps the traceback back and shows
-what matters of all ranks at the job's end. Any other reader of the rank's stderr gets the traceback as usual.
+hvdkitrun takes them out, and keeps the traceback until the job's end. Other readers of stderr get it as usual.
 """
 
 from __future__ import annotations
@@ -94,10 +93,7 @@ def is_of_a_library(file: str) -> bool:
 
 
 def _folded(stack: traceback.StackSummary) -> Iterator[str]:
-    """Yield the frames of the user's own files, with the number of other lines between; all frames if none is own.
-
-    Of very many frames, as in an endless recursion, yield the first and the last.
-    """
+    """Yield the frames of the user's own files, the first and last of very many; all frames if none is own."""
     is_own = [not is_of_a_library(frame.filename) for frame in stack]
     shown = [index for index, own in enumerate(is_own) if own or not any(is_own)]
     if len(shown) > MOST_FRAMES:

@@ -1,8 +1,4 @@
-"""Readers of the variables of hvdkitrun, horovodrun, torchrun, Open MPI, PMI and Slurm's ``srun``.
-
-In their MPI mode, hvdkitrun and horovodrun start mpirun, whose variables give the place of a process. A batch script
-carries most of Slurm's variables too, but neither it nor a shell that srun opened is a task of a step.
-"""
+"""Readers of the variables of hvdkitrun and horovodrun, which start mpirun for MPI, torchrun, Open MPI, PMI and srun."""
 
 from __future__ import annotations
 
@@ -108,7 +104,7 @@ def pmi(environ: Mapping[str, str]) -> World | None:
 
 
 def srun(environ: Mapping[str, str]) -> World | None:
-    """Return the World that Slurm describes, None if this process is no task of a step."""
+    """Return the World that Slurm describes, None for no task of a step, as a batch script or a shell by srun."""
     if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
     if integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
@@ -191,7 +187,5 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _malformed(text: str) -> EnvironmentConflictError:
-    return EnvironmentConflictError(
-        f"cannot read Slurm's list {text!r}\n"
-        "HINT: set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints what Slurm means"
-    )
+    hint = "set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints what Slurm means"
+    return EnvironmentConflictError(f"cannot read Slurm's list {text!r}\nHINT: {hint}")

@@ -91,10 +91,9 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(towards: str | None = None) -> str:
-    """Return an address of this host that other hosts reach.
+    """Return an address of this host that other hosts reach; without a network, the loopback address.
 
-    The address of this host's name comes first, then the address on the route to the host ``towards``, then on the
-    route out of this host; without a network, the loopback address.
+    The address of this host's name comes first, then that on the route to ``towards``, then on the route out of here.
     """
     for host in (None, towards or _ELSEWHERE, _ELSEWHERE):
         with contextlib.suppress(OSError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -119,21 +117,13 @@ def _answer(module: str, program: str) -> dict[str, Any] | str:
             command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
+        return f"installed, but cannot be imported within {PROBE_SECONDS} s"
     answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode != 0 or not answers:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return f"{version_of(module)} is installed, but cannot be imported: {last}"
+        return f"installed, but cannot be imported: {last}"
     answer: dict[str, Any] = json.loads(answers[0])
     return answer
-
-
-def version_of(module: str) -> str:
-    """Return the version of an installed module's distribution."""
-    for distribution in importlib.metadata.packages_distributions().get(module, [module]):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a folder without a distribution
-            return importlib.metadata.version(distribution)
-    return "unknown version"
 
 
 def _frameworks(torch: Any, tensorflow: Any, keras: Any) -> list[Finding]:

@@ -21,8 +21,8 @@ FILE = "failure.txt"
 class Failures:
     """The failure records of all ranks. ``verbose``: print every traceback as it comes.
 
-    Otherwise print the first record at once, for a failed rank may take long to end: folded, or as a line if another
-    rank caused the failure, since that rank's own record may follow. Print the rest at the job's end.
+    Otherwise print the first at once, for a failed rank may take long to end: folded, or as a line if another rank
+    caused the failure, since that rank's own record may follow. Print the rest at the job's end.
     """
 
     def __init__(self, verbose: bool = False) -> None:

@@ -31,10 +31,7 @@ class MeetingPoint(NamedTuple):
 
 @contextmanager
 def meeting_point(job: LaunchJob) -> Iterator[MeetingPoint]:
-    """Choose where the ranks meet, and hold the port open for rank 0 if rank 0 runs on this machine.
-
-    ``children`` takes the socket: a copy that stays open here would keep the port open for the whole job.
-    """
+    """Choose where the ranks meet. If rank 0 runs on this machine, hold the port open until ``children`` takes it."""
     first = job.placements[0].host
     if first in job.remote:
         # A port that no program should have, below those that Linux hands out itself; rank 0 says so if one has it.
@@ -48,10 +45,7 @@ def meeting_point(job: LaunchJob) -> Iterator[MeetingPoint]:
 
 
 def own_address(other: str, interfaces: list[str], port: int) -> str:
-    """Return this machine's address for another host: that of the first interface, else on the route to the host.
-
-    Raises UsageError for an interface that does not exist.
-    """
+    """Return this machine's address for another host: that of the first interface, else on the route to the host."""
     try:
         return network.interface_address(interfaces[0]) if interfaces else network.address_towards(other, port)
     except LookupError as error:

@@ -74,10 +74,8 @@ def choose_controller(flag: str | None, transport: str, size: int) -> Controller
     carrier = None if transport == AUTO else candidate(transport)
     needed = None if carrier is None else carrier.controller
     if flag is not None and needed is not None and transport != _TRANSPORT_OF[flag]:
-        raise UsageError(
-            f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}\n"
-            f"HINT: leave --{flag} away, or unset HVDKIT_TRANSPORT"
-        )
+        fact = f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}"
+        raise UsageError(f"{fact}\nHINT: leave --{flag} away, or unset HVDKIT_TRANSPORT")
     if carrier is not None and size > (carrier.most_ranks or size):
         hint = "unset HVDKIT_TRANSPORT, or start with -np 1"
         raise UsageError(f"{variable} is for one process, but -np {size} asks for more\nHINT: {hint}")
@@ -106,10 +104,7 @@ def split_mpi_args(text: str) -> list[str]:
 
 
 def needs_no_tcp(job: LaunchJob, mpi_args: list[str]) -> bool:
-    """True if MPI can do without TCP, with which it listens on all interfaces: all ranks are on this machine.
-
-    The caller's own choice of MPI's networks stays.
-    """
+    """True if MPI can do without TCP, with which it listens on all interfaces, and the caller has not chosen."""
     hosts = {placement.host for placement in job.placements}
     if len(hosts) > 1 or hosts & job.remote or "OMPI_MCA_btl" in job.environment or "btl" in mpi_args:
         return False
@@ -139,10 +134,8 @@ def mpirun_argv(job: LaunchJob, mpirun: str, mpi_args: list[str], without_tcp: b
     # Rank 0 gets no input either, instead of a pipe that never ends.
     argv += ["--output", "tag:raw", "--stdin", "none"]
     if any(len(option.split()) != 1 for option in login):
-        raise UsageError(
-            f"mpirun cannot pass the file {job.ssh.identity_file!r} on to ssh, since there is a space in its name\n"
-            "HINT: name it in ~/.ssh/config, or use --gloo"
-        )
+        fact = f"mpirun cannot pass the file {job.ssh.identity_file!r} on to ssh, since there is a space in its name"
+        raise UsageError(f"{fact}\nHINT: name it in ~/.ssh/config, or use --gloo")
     if login:
         argv += ["--mca", "plm_ssh_args", " ".join(login)]
     for layer in ("btl", "oob") if interfaces else ():

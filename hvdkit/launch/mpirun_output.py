@@ -120,10 +120,7 @@ class MpirunStream:
 
 
 def find_shortage(own_words: bytes) -> str | None:
-    """Return a sentence about the system's limit that kept mpirun from starting the ranks; None for other reasons.
-
-    mpirun reports limits by internal names, if at all.
-    """
+    """Return a sentence about the system's limit that kept mpirun from starting the ranks; None for other reasons."""
     text = own_words.decode(errors="replace")
     if re.search(r"Too many open files|PMIX_ERR_SYS_LIMITS", text):
         return limits.files()

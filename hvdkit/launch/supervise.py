@@ -1,7 +1,7 @@
 """The supervisor of a job's processes: it carries their output, and ends all at the first failure or at a signal.
 
-It is a single thread with a select loop. Every child is a ``worker`` (or an ssh to a worker) that ends its rank when
-its standard input closes. So the supervisor stops a job by closing pipes, which also happens if it is killed.
+Every child is a ``worker``, or an ssh to a worker, that ends its rank when its standard input closes. So the supervisor
+stops a job by closing pipes, which also happens if it is killed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Child:
     def header(self, stop_grace: float) -> bytes:
         """Return the first line of the worker's input."""
         header = {name: getattr(self, name) for name in ("command", "environment", "pass_fds", "secret", "scratch")}
-        header |= {"folder": os.getcwd(), "grace": GRACE_SECONDS, "stop_grace": stop_grace}
+        header |= {"folder": os.getcwd(), "graces": (GRACE_SECONDS, stop_grace)}
         header |= {"relays": self.has_ended is not None, "is_remote": bool(self.remote)}
         return json.dumps(header).encode() + b"\n"
 
@@ -156,10 +156,13 @@ class _Supervisor:
                 continue  # SIGCHLD: a poll will show the child
             if not self.is_stopping:
                 self.outcome = Outcome(signal=number)
-                if number == signal.SIGTERM:
-                    self.let_save()
-                else:
+                if number != signal.SIGTERM:
                     self.stop()
+                    continue
+                # The workers send SIGTERM to their ranks, and SIGKILL after the grace period.
+                self.stop_at = time.monotonic() + self.stop_grace + _LATE_SECONDS
+                for process in self.processes:
+                    _write(process, worker.STOP)
             elif self.outcome.signal is not None:
                 self.kill()  # on a second signal
 
@@ -182,12 +185,6 @@ class _Supervisor:
     def is_stopping(self) -> bool:
         """True once the job ends, for whatever reason."""
         return self.stop_at is not None or self.stopped_at is not None
-
-    def let_save(self) -> None:
-        """Tell the workers to send SIGTERM to their ranks, and SIGKILL after the grace period."""
-        self.stop_at = time.monotonic() + self.stop_grace + _LATE_SECONDS
-        for process in self.processes:
-            _write(process, worker.STOP)
 
     def stop(self) -> None:
         """Close the workers' input: they end what they started."""

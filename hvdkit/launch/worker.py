@@ -7,10 +7,9 @@ command time to save: SIGTERM goes to the command alone, since a training whose 
 then to the processes that it leaves behind, such as the program that a shell ran. SIGKILL ends the rest afterwards.
 
 Under mpirun the file also runs between mpirun and each rank (``python worker.py GRACE COMMAND ...``), since mpirun
-itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which other
-processes ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise.
-
-Only the standard library: the file runs by its path, without hvdkit being importable, and starts in milliseconds.
+itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which others
+ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise. The file runs by its
+path, so it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -136,10 +135,7 @@ def sweep() -> None:
 
 
 def init_pipe() -> int | None:
-    """Put a pipe into the environment for a rank's word that it calls hvd.init(); return its end to read from.
-
-    Return None without a /proc. A rank's output may be redirected, so that it cannot carry the word.
-    """
+    """Put a pipe into the environment, if there is a /proc, for a rank's word on hvd.init(); return the end to read."""
     os.environ.pop(INIT_PIPE, None)
     if not os.path.isdir("/proc/self/fd"):
         return None
@@ -151,21 +147,16 @@ def init_pipe() -> int | None:
 class Leash:
     """The end of a command: quickly, or gently with time to save."""
 
-    def __init__(
-        self, child: subprocess.Popen[bytes], grace: float, stop_grace: float, init: int | None, relays: bool = False
-    ) -> None:
-        """Take the seconds for a quick and for a gentle end, the pipe of ``init_pipe``, and True for mpirun."""
+    def __init__(self, child: subprocess.Popen[bytes], init: int | None, graces: tuple[float, float], relays: bool):
+        """Take the pipe of ``init_pipe``, the seconds for a quick and for a gentle end, and True for mpirun."""
         self._child, self._init, self._relays = child, init, relays
-        self._grace, self._stop_grace = grace, stop_grace
+        self._grace, self._stop_grace = graces
         self._kill_at: float | None = None
         self._terminated: set[int] = set()  # processes that have each got SIGTERM
         self.is_stopped = False  # gently
 
     def wait(self, sources: list[int], wake: int, gently: int, quickly: Collection[int] = ()) -> int:
-        """Wait for the command, and end it on request or if standard input closes. Return Popen's return code.
-
-        ``gently`` and ``quickly``: the signals to this process that request such an end.
-        """
+        """Wait for the command, and end it if standard input closes or such a signal comes. Return Popen's code."""
         sources = sources if self._init is None else [*sources, self._init]
         while (code := self._child.poll()) is None or (self._terminated and own_children()):
             pauses = [LOOK_SECONDS] if self.is_stopped else []
@@ -262,7 +253,7 @@ def main() -> None:
         child = start(header)
         for descriptor in header["pass_fds"]:
             os.close(descriptor)
-        leash = Leash(child, header["grace"], header["stop_grace"], init, header["relays"])
+        leash = Leash(child, init, header["graces"], header["relays"])
         code = leash.wait([0, wake], wake, signal.SIGTERM, (signal.SIGINT, signal.SIGHUP))
     finally:
         if header["scratch"]:  # a command that must be killed cannot clean up behind itself
@@ -279,7 +270,7 @@ def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
     wake = wake_on_signals([RELAY, *forwarded])
     adopt_orphans()
     init = init_pipe()  # before the command starts
-    leash = Leash(popen(command), 0.0, stop_grace, init)
+    leash = Leash(popen(command), init, (0.0, stop_grace), relays=False)
     code = leash.wait([wake], wake, RELAY)
     if leash.is_stopped or code == 0:
         os.write(2, ENDED)  # also if the rank ended before: hvdkitrun waits for all ranks when it is stopped
