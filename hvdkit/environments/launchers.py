@@ -1,4 +1,4 @@
-"""Readers of the variables of hvdkitrun and horovodrun, which start mpirun for MPI, torchrun, Open MPI, PMI and srun."""
+"""Readers of the variables of hvdkitrun, horovodrun (both start mpirun for MPI), torchrun, Open MPI, PMI and srun."""
 
 from __future__ import annotations
 
