@@ -24,7 +24,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 def nccl_built(verbose: bool = False) -> bool:
     """True if NCCL, which comes with PyTorch for CUDA, is installed."""
-    return gloo_built() and importlib.import_module("hvdkit.transports.gpu.nccl").nccl_version() > 0
+    return gloo_built() and bool(importlib.import_module("hvdkit.transports.gpu.nccl").nccl_version() > 0)
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
