@@ -40,6 +40,8 @@ class DuplicateNameError(HorovodInternalError, ValueError):
 
 
 class _PeerError(HorovodInternalError):
+    """A lost or failed rank. Raised as one of the classes below. What to do: see there."""
+
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
@@ -87,8 +89,8 @@ class PayloadError(HorovodInternalError):
 class ParametersDifferError(HorovodInternalError):
     """Parameters that differ between ranks that train one model; the message names them, the ranks and the step.
 
-    Raised by all ranks of the process set at the same step, so that they can go back to a common state and train on,
-    as scripts do that catch HorovodInternalError. What to do: a broadcast, or a checkpoint, brings them together.
+    Raised by all ranks of the process set at the same step, so that they can go on from a common state. What to do:
+    broadcast the parameters of one rank, or load a checkpoint.
     """
 
 
@@ -128,8 +130,7 @@ class NotInitializedError(ValueError):
 class UnsupportedReductionError(ValueError, NotImplementedError):
     """A reduction that the called function does not support.
 
-    A NotImplementedError, so a RuntimeError, too, as in Horovod. Raised before anything is sent. What to do: use a
-    reduction that the message lists.
+    A RuntimeError, too, as in Horovod. Raised before anything is sent. What to do: use a reduction that is listed.
     """
 
     ag_pass_through = True  # see HorovodInternalError
