@@ -11,8 +11,7 @@ from types import ModuleType
 
 from hvdkit import api
 
-# The release with this API; scripts compare it.
-HOROVOD_VERSION = "0.28.1"
+HOROVOD_VERSION = "0.28.1"  # the release with this API; scripts compare it
 
 # The folder that hvdkitrun --as-horovod puts first on PYTHONPATH: its package horovod calls install().
 FOLDER = Path(__file__).with_name("horovod_path")

@@ -18,8 +18,7 @@ _ALLREDUCES = ("auto", "all_to_all", "two_phase", "ring", "tree", "butterfly", "
 TRANSPORTS = ["auto", "mpi", "torch", "horovod", "solo"]  # registered transports are appended
 
 
-# Makes a setting from its default and its environment names, and then from its description.
-_Kind = Callable[[Any, str], Callable[[str], Any]]
+_Kind = Callable[[Any, str], Callable[[str], Any]]  # makes a setting of default and names, then of its description
 
 
 def _kind(unit: str, parse: Callable[[str], Any]) -> _Kind:

@@ -89,8 +89,7 @@ class PayloadError(HorovodInternalError):
 class ParametersDifferError(HorovodInternalError):
     """Parameters that differ between ranks that train one model; the message names them, the ranks and the step.
 
-    Raised by all ranks of the process set at the same step, so that they can go on from a common state. What to do:
-    broadcast the parameters of one rank, or load a checkpoint.
+    Raised by all ranks of the set at the same step. What to do: broadcast those of one rank, or load a checkpoint.
     """
 
 

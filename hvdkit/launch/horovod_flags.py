@@ -7,7 +7,7 @@ the same job. It refuses those that would change which processes run, with a way
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,16 +53,19 @@ REFUSALS = {flag: refusal for refusal, flags in _REFUSED.items() for flag in fla
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add these flags to the parser, which lists the given flags as ``without_effect`` and ``refused``."""
     add = partial(parser.add_argument, help=argparse.SUPPRESS)
+
+    def itself(flag: str) -> Callable[[str], str]:
+        return lambda value: flag
+
     for flag in " ".join(_NO_EFFECT.values()).split():
         if flag.endswith("="):
-            add(flag[:-1], action="append", type=lambda _, flag=flag[:-1]: flag, dest="without_effect")
+            add(flag[:-1], action="append", type=itself(flag[:-1]), dest="without_effect")
         else:
             add(flag, action="append_const", const=flag, dest="without_effect")
     for flag in REFUSALS:
-        how: dict[str, Any] = {"action": "append", "nargs": "?", "const": flag}
-        if flag == _COOLDOWN:
-            how = {"action": "extend", "nargs": 2}
-        add(flag, type=lambda _, flag=flag: flag, dest="refused", **how)
+        once = {"action": "append", "nargs": "?", "const": flag}
+        how: dict[str, Any] = {"action": "extend", "nargs": 2} if flag == _COOLDOWN else once
+        add(flag, type=itself(flag), dest="refused", **how)
     for flag in GRANTED:
         add(flag, action="store_true")
     parser.set_defaults(without_effect=[], refused=[])

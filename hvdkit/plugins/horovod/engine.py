@@ -178,7 +178,7 @@ class HorovodGroup:
         """Exchange rows of elements, as it knows no bfloat16, in pieces that it can count on all ranks."""
         output, own = (flat.view(torch.uint8 if flat.element_size() == 1 else torch.int16) for flat in (output, own))
         elements, step = own.numel() // rows, max(1, LARGEST // self._size)
-        pieces = own.view(rows, elements).split(step, 1), output.view(self._size, elements).split(step, 1)
+        pieces = (torch.split(flat, step, 1) for flat in (own.view(rows, elements), output.view(self._size, elements)))
         for piece, part in zip(*pieces, strict=True):
             received = part.contiguous()  # the output itself where the piece is whole
             splits = torch.full((rows,), piece.shape[1], dtype=torch.int32)
