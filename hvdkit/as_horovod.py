@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -12,8 +11,7 @@ from types import ModuleType
 
 from hvdkit import api
 
-# The release with this API; scripts compare it.
-HOROVOD_VERSION = "0.28.1"
+HOROVOD_VERSION = "0.28.1"  # the release with this API; scripts compare it
 
 # The folder that hvdkitrun --as-horovod puts first on PYTHONPATH: its package horovod calls install().
 FOLDER = Path(__file__).with_name("horovod_path")
@@ -63,25 +61,19 @@ class _Horovod(ModuleType):
 
     @staticmethod
     def run(*_: object, **__: object) -> None:
-        """Raise NotImplementedError: hvdkit starts jobs by a command."""
         raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {api.HINTS['runner']}")
 
 
 class _Finder(MetaPathFinder, Loader):
     """The finder of modules with Horovod's names, ahead of all other finders."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname in MODULES or fullname in ("horovod", "horovod.common"):
             return ModuleSpec(fullname, self, is_package=True)
         package, _, name = fullname.rpartition(".")
         if package.partition(".")[0] == "horovod" and name in api.HINTS:
             text = f"horovod is hvdkit here, which has no {fullname}\nHINT: {api.HINTS[name]}"
             raise ModuleNotFoundError(text, name=fullname)
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:

@@ -3,69 +3,50 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 UNRESPONSIVE_TIMEOUTS = 10
 
 # Horovod's names of log levels, each with the nearest level of Python's logging.
-_LOG_LEVELS = {
-    "trace": "debug",
-    "debug": "debug",
-    "info": "info",
-    "warning": "warning",
-    "error": "error",
-    "fatal": "critical",
-}
+_LOG_LEVELS = {level: level for level in ("trace", "debug", "info", "warning", "error", "fatal")}
+_LOG_LEVELS |= {"trace": "debug", "fatal": "critical"}
 _BOOLEANS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 _ALLREDUCES = ("auto", "all_to_all", "two_phase", "ring", "tree", "butterfly", "round_robin", "master_worker")
 TRANSPORTS = ["auto", "mpi", "torch", "horovod", "solo"]  # registered transports are appended
 
 
-def _kind(unit: str, parse: Callable[[str], Any]) -> Callable[[Any, str, str], Any]:
-    """Return the constructor of fields for settings in this unit, with default, environment names and description."""
+_Kind = Callable[[Any, str], Callable[[str], Any]]  # makes a setting of default and names, then of its description
 
-    def setting(default: Any, names: str, about: str) -> Any:
+
+def _kind(unit: str, parse: Callable[[str], Any]) -> _Kind:
+    """Return the constructor of the fields for settings in this unit."""
+
+    def described(default: Any, names: str, about: str) -> Any:
         return field(default=default, metadata={"parse": parse, "names": names.split(), "unit": unit, "about": about})
 
-    return setting
+    return lambda default, names: partial(described, default, names)
 
 
-def _zero_or_more(number: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+def _number(unit: str, number: Callable[[str], Any], expected: str, positive: bool = False) -> _Kind:
+    """Return the constructor of fields for numbers of zero or more; with "auto" in the unit, this word gives None."""
+
     def parse(text: str) -> Any:
+        if "auto" in unit and text.strip().lower() == "auto":
+            return None
         try:
             value = number(text)
         except ValueError:
-            raise ValueError(expected) from None
+            value = -1
         if not 0 <= value < float("inf"):
-            raise ValueError(expected)
+            raise ValueError(f"expected {expected}")
+        if positive and value == 0:
+            raise ValueError("expected more than zero seconds")
         return value
 
-    return parse
-
-
-def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser that gives None for ``auto``."""
-    return lambda text: None if text.strip().lower() == "auto" else parse(text)
-
-
-def _parse_boolean(text: str) -> bool:
-    word = text.strip().lower()
-    if word not in _BOOLEANS:
-        raise ValueError("expected 0 or 1")
-    return _BOOLEANS[word]
-
-
-_parse_seconds = _zero_or_more(float, "expected seconds, zero or more")
-
-
-def _parse_positive_seconds(text: str) -> Any:
-    if (value := _parse_seconds(text)) == 0:
-        raise ValueError("expected more than zero seconds")
-    return value
+    return _kind(unit, parse)
 
 
 def _parse_threads(text: str) -> int:
@@ -74,170 +55,114 @@ def _parse_threads(text: str) -> int:
     return int(first) if first.isdecimal() and int(first) else 1
 
 
-def _one_of(choices: Collection[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
-        return text
-
-    return parse
+def _one_of(choices: Collection[str], text: str) -> str:
+    if text not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}")
+    return text
 
 
-def _choice(choices: Collection[str]) -> Callable[[Any, str, str], Any]:
-    return _kind(", ".join(choices), _one_of(choices))
+def _choice(choices: Collection[str]) -> _Kind:
+    return _kind(", ".join(choices), partial(_one_of, choices))
 
 
-def _count(unit: str) -> Callable[[Any, str, str], Any]:
-    return _kind(unit, _zero_or_more(int, "expected a whole number, zero or more"))
+def _count(unit: str) -> _Kind:
+    return _number(unit, int, "a whole number, zero or more")
 
 
 _path = _kind("path", str)
-_switch = _kind("0 or 1", _parse_boolean)
+_switch = _kind("0 or 1", lambda text: _BOOLEANS[_one_of(_BOOLEANS, text.strip().lower())])
 _threads = _kind("threads", _parse_threads)
-_seconds = _kind("s", _parse_seconds)
-_positive_seconds = _kind("s", _parse_positive_seconds)
-_positive_seconds_or_auto = _kind("s, auto", _or_auto(_parse_positive_seconds))
-_milliseconds = _kind("ms", _zero_or_more(float, "expected milliseconds, zero or more"))
-_bytes_or_auto = _kind(
-    "bytes, auto", _or_auto(_zero_or_more(int, "expected bytes, a whole number, zero or more, or auto"))
-)
-_log_level = _kind(", ".join(_LOG_LEVELS), lambda text: _LOG_LEVELS[_one_of(_LOG_LEVELS)(text.strip().lower())])
+_seconds = _number("s", float, "seconds, zero or more")
+_positive_seconds = _number("s", float, "seconds, zero or more", positive=True)
+_positive_seconds_or_auto = _number("s, auto", float, "seconds, zero or more", positive=True)
+_milliseconds = _number("ms", float, "milliseconds, zero or more")
+_bytes_or_auto = _number("bytes, auto", int, "bytes, a whole number, zero or more, or auto")
+_log_level = _kind(", ".join(_LOG_LEVELS), lambda text: _LOG_LEVELS[_one_of(_LOG_LEVELS, text.strip().lower())])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The run-time options of a process. If a setting has several names, the first that is set wins.
+    """The run-time options of a process. Of several names, the first wins that is set, and not to nothing."""
 
-    An empty variable ("") counts as not set.
-    """
-
-    transport: str = _choice(TRANSPORTS)(
-        "auto",
-        "HVDKIT_TRANSPORT",
-        "what carries the bytes; `auto` follows the launcher and the device",
+    transport: str = _choice(TRANSPORTS)("auto", "HVDKIT_TRANSPORT")(
+        "what carries the bytes; `auto` follows the launcher and the device"
     )
-    timeout_seconds: float = _positive_seconds(
-        60.0,
-        "HVDKIT_TIMEOUT_SECONDS",
-        "how long a rank may give no sign of life before the ranks that wait for it raise an error",
+    timeout_seconds: float = _positive_seconds(60.0, "HVDKIT_TIMEOUT_SECONDS")(
+        "how long a rank may give no sign of life before the ranks that wait for it raise an error"
     )
-    unresponsive_timeout_seconds: float | None = _positive_seconds_or_auto(
-        None,
-        "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS",
+    unresponsive_timeout_seconds: float | None = _positive_seconds_or_auto(None, "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS")(
         "how long a rank whose process lives may not answer, since a library keeps Python's lock (GIL) or its threads "
-        "wait for each other; `auto` is ten times `HVDKIT_TIMEOUT_SECONDS`, below which it cannot be",
+        "wait for each other; `auto` is ten times `HVDKIT_TIMEOUT_SECONDS`, below which it cannot be"
     )
-    start_timeout_seconds: float = _positive_seconds(
-        30.0,
-        "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT",
-        "how long `hvd.init()` waits for all ranks; raise it on clusters that start slowly",
+    start_timeout_seconds: float = _positive_seconds(30.0, "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT")(
+        "how long `hvd.init()` waits for all ranks; raise it on clusters that start slowly"
     )
-    stop_grace_seconds: float = _seconds(
-        10.0,
-        "HVDKIT_STOP_GRACE_SECONDS",
-        "how long ranks may save after SIGTERM to `hvdkitrun`, before SIGKILL ends them",
+    stop_grace_seconds: float = _seconds(10.0, "HVDKIT_STOP_GRACE_SECONDS")(
+        "how long ranks may save after SIGTERM to `hvdkitrun`, before SIGKILL ends them"
     )
-    secret_file: str = _path(
-        "",
-        "HVDKIT_SECRET_FILE",
+    secret_file: str = _path("", "HVDKIT_SECRET_FILE")(
         "ranks of the torch transport prove to each other that they know what is in this file, which only its user may "
-        "read; `hvdkitrun` makes one for each job",
+        "read; `hvdkitrun` makes one for each job"
     )
-    fusion_threshold: int | None = _bytes_or_auto(
-        None,
-        "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
+    fusion_threshold: int | None = _bytes_or_auto(None, "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD")(
         "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone; "
         "`auto` measures the network at init; where the ranks' threads have every core of their one host, it is "
-        "128 MiB, and gradients are summed after the backward pass",
+        "128 MiB, and gradients are summed after the backward pass"
     )
-    cycle_time_ms: float = _milliseconds(
-        1.0,
-        "HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME",
-        "longest pause between two looks at a polling transport while something is pending",
+    cycle_time_ms: float = _milliseconds(1.0, "HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME")(
+        "longest pause between two looks at a polling transport while something is pending"
     )
-    spin_microseconds: int = _count("us")(
-        200,
-        "HVDKIT_SPIN_MICROSECONDS",
-        "how long a waiting thread polls without pause; 0 leaves the core to the computation at once",
+    spin_microseconds: int = _count("us")(200, "HVDKIT_SPIN_MICROSECONDS")(
+        "how long a waiting thread polls without pause; 0 leaves the core to the computation at once"
     )
-    idle_poll_ms: float = _milliseconds(
-        10.0,
-        "HVDKIT_IDLE_POLL_MS",
-        "pause between two looks at a polling transport while nothing is pending",
+    idle_poll_ms: float = _milliseconds(10.0, "HVDKIT_IDLE_POLL_MS")(
+        "pause between two looks at a polling transport while nothing is pending"
     )
-    max_bytes_in_flight: int | None = _bytes_or_auto(
-        None,
-        "HVDKIT_MAX_BYTES_IN_FLIGHT",
+    max_bytes_in_flight: int | None = _bytes_or_auto(None, "HVDKIT_MAX_BYTES_IN_FLIGHT")(
         "how much of a plan is on the wire at once, which takes as much scratch memory; 0 is one bucket at a time; "
-        "`auto` is four buckets, or what the network holds",
+        "`auto` is four buckets, or what the network holds"
     )
-    allreduce: str = _choice(_ALLREDUCES)(
-        "auto",
-        "HVDKIT_ALLREDUCE",
+    allreduce: str = _choice(_ALLREDUCES)("auto", "HVDKIT_ALLREDUCE")(
         "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order. ring, "
-        "tree and butterfly round half precision at each hop",
+        "tree and butterfly round half precision at each hop"
     )
-    verify: int = _count("steps")(
-        1000,
-        "HVDKIT_VERIFY",
+    verify: int = _count("steps")(1000, "HVDKIT_VERIFY")(
         "after steps 1, 10, 100 and every so many, ranks compare hashes of the parameters and raise if they differ; "
-        "after step 1, which a broadcast may follow, they warn; 0 is off",
+        "after step 1, which a broadcast may follow, they warn; 0 is off"
     )
-    cache_capacity: int = _count("signatures")(
-        1024,
-        "HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY",
-        "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off",
+    cache_capacity: int = _count("signatures")(1024, "HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY")(
+        "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off"
     )
-    node_memory: bool = _switch(
-        True,
-        "HVDKIT_NODE_MEMORY",
-        "0 lets ranks of one host talk over the transport instead of memory that they share",
+    node_memory: bool = _switch(True, "HVDKIT_NODE_MEMORY")(
+        "0 lets ranks of one host talk over the transport instead of memory that they share"
     )
-    arena: bool = _switch(
-        True,
-        "HVDKIT_ARENA",
+    arena: bool = _switch(True, "HVDKIT_ARENA")(
         "whether PyTorch's gradients are allocated in memory that the ranks of a node share, so that they are summed "
-        "where they lie; else, and with the aarch64 wheels of PyTorch, they go there in chunks",
+        "where they lie; else, and with the aarch64 wheels of PyTorch, they go there in chunks"
     )
-    compute_threads: int = _threads(
-        1,
-        "OMP_NUM_THREADS",
-        "OpenMP's own: how many of the host's cores a rank computes on",
+    compute_threads: int = _threads(1, "OMP_NUM_THREADS")(
+        "OpenMP's own: how many of the host's cores a rank computes on"
     )
-    stall_check_disable: bool = _switch(
-        False,
-        "HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE",
-        "1 silences the warnings about ranks that fall behind",
+    stall_check_disable: bool = _switch(False, "HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE")(
+        "1 silences the warnings about ranks that fall behind"
     )
-    stall_check_seconds: float = _seconds(
-        60.0,
-        "HVDKIT_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS",
-        "after how long a tensor that some ranks have not submitted is warned about; 0 never warns",
+    stall_check_seconds: float = _seconds(60.0, "HVDKIT_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS")(
+        "after how long a tensor that some ranks have not submitted is warned about; 0 never warns"
     )
     stall_shutdown_seconds: float = _seconds(
-        0.0,
-        "HVDKIT_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        "after how long such a tensor becomes an error on the ranks that wait; 0 never",
+        0.0, "HVDKIT_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+    )("after how long such a tensor becomes an error on the ranks that wait; 0 never")
+    timeline: str = _path("", "HVDKIT_TIMELINE HOROVOD_TIMELINE")(
+        "rank 0 writes a Chrome trace here; `DYNAMIC` waits for `hvd.start_timeline()`"
     )
-    timeline: str = _path(
-        "",
-        "HVDKIT_TIMELINE HOROVOD_TIMELINE",
-        "rank 0 writes a Chrome trace here; `DYNAMIC` waits for `hvd.start_timeline()`",
+    timeline_mark_cycles: bool = _switch(False, "HVDKIT_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES")(
+        "1 marks every round of the engine in the timeline"
     )
-    timeline_mark_cycles: bool = _switch(
-        False,
-        "HVDKIT_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES",
-        "1 marks every round of the engine in the timeline",
+    dynamic_process_sets: bool = _switch(False, "HVDKIT_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS")(
+        "1 allows `hvd.add_process_set()` and `hvd.remove_process_set()` after `hvd.init()`"
     )
-    dynamic_process_sets: bool = _switch(
-        False,
-        "HVDKIT_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS",
-        "1 allows `hvd.add_process_set()` and `hvd.remove_process_set()` after `hvd.init()`",
-    )
-    log_level: str = _log_level(
-        "warning",
-        "HVDKIT_LOG_LEVEL HOROVOD_LOG_LEVEL",
-        "what the `hvdkit` logger lets through; Python calls `trace` debug and `fatal` critical",
+    log_level: str = _log_level("warning", "HVDKIT_LOG_LEVEL HOROVOD_LOG_LEVEL")(
+        "what the `hvdkit` logger lets through; Python calls `trace` debug and `fatal` critical"
     )
 
     @property
@@ -261,11 +186,9 @@ def value_of(setting: str, environ: Mapping[str, str]) -> Any:
         try:
             return entry.metadata["parse"](environ[name])
         except ValueError as error:
-            raise ValueError(
-                f"environment variable {name}: {error}, got {environ[name]!r}\n"
-                f"HINT: {name} sets {entry.metadata['about']} (unit: {entry.metadata['unit']}, "
-                f"default: {entry.default})."
-            ) from None
+            fact = f"environment variable {name}: {error}, got {environ[name]!r}"
+            about = f"{entry.metadata['about']} (unit: {entry.metadata['unit']}, default: {entry.default})"
+            raise ValueError(f"{fact}\nHINT: {name} sets {about}.") from None
     return entry.default
 
 
@@ -273,28 +196,3 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings in the environment. Raises ValueError that names the variable and the allowed values."""
     environ = os.environ if environ is None else environ
     return Settings(**{setting.name: value_of(setting.name, environ) for setting in fields(Settings)})
-
-
-def markdown_table() -> str:
-    """Return the settings as the table in docs/settings.md."""
-    lines = ["| variable | default | unit | what it does |", "|---|---|---|---|"]
-    for setting in fields(Settings):
-        default = "auto" if setting.default is None else setting.default
-        names = "<br>".join(f"`{name}`" for name in setting.metadata["names"])
-        default = str(int(default) if isinstance(default, bool) else default) or "(none)"
-        lines.append(f"| {names} | {default} | {setting.metadata['unit']} | {setting.metadata['about']} |")
-    return "\n".join(lines)
-
-
-def write_or_print(argv: Sequence[str], mark: str, text: str) -> None:
-    """Print a generated text; with ``--write FILE``, put it between the file's marks ``<!-- mark -->``."""
-    if argv[:1] != ["--write"]:
-        print(text)
-        return
-    path, begin, end = Path(argv[1]), f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    before, rest = path.read_text().split(begin)
-    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
-
-
-if __name__ == "__main__":
-    write_or_print(sys.argv[1:], "settings", markdown_table())

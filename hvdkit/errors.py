@@ -16,10 +16,9 @@ def cut_off(text: str, longest: int) -> str:
 class HorovodInternalError(RuntimeError):
     """A collective operation that failed on every rank that took part; the message names the tensor and the ranks.
 
-    Raised by every wait for it: an operation, ``synchronize()``, an optimizer's ``step()``. The classes below say
-    more. What to do: if ranks asked for operations that do not go together, such as tensors of different shapes,
-    correct the program; the job can go on, since no optimizer steps on half a sum. If ranks may have trained apart,
-    broadcast the state of one rank, or load a checkpoint. If a rank is lost, end the job and start it again.
+    Raised by every wait for it: an operation, ``synchronize()``, an optimizer's ``step()``. The classes below say more.
+    What to do: correct a program whose ranks asked for operations that do not go together; the job can go on, since no
+    optimizer steps on half a sum. If ranks may have trained apart, broadcast the state of one, or load a checkpoint.
     """
 
     ag_pass_through = True  # TensorFlow's autograph would raise an exception of its own in place of this one
@@ -28,8 +27,8 @@ class HorovodInternalError(RuntimeError):
 class MismatchError(HorovodInternalError):
     """Operations, or steps of an optimizer, of several ranks that do not go together.
 
-    Raised on every rank; the message says what each rank asked for. What to do: make the ranks' programs ask for the
-    same, with the same shapes and dtypes; the job can go on.
+    Raised on every rank; the message says what each rank asked for. What to do: make the ranks ask for the same, with
+    the same shapes and dtypes; the job can go on.
     """
 
 
@@ -40,58 +39,43 @@ class DuplicateNameError(HorovodInternalError, ValueError):
     """
 
 
-class PeerLostError(HorovodInternalError):
+class _PeerError(HorovodInternalError):
+    """A lost or failed rank. Raised as one of the classes below. What to do: see there."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerLostError(_PeerError):
     """The loss of a rank that others wait for: it died, was cut off, or gave no sign of life before the deadline.
 
-    Raised on every rank that waits for it: soon after its end, or once it has given no sign of life for
-    ``HVDKIT_TIMEOUT_SECONDS``. What to do: look at the output of the lost rank, and start the job again from its last
-    checkpoint, since this job cannot replace the rank.
-
-    Attributes:
-        rank: The lost rank, or None if it is unknown.
+    Raised on every rank that waits for it, which ``HVDKIT_TIMEOUT_SECONDS`` limits. ``rank`` is the lost rank, or None
+    if it is unknown. What to do: look at its output, and start the job again from its last checkpoint.
     """
 
-    rank: int | None = None
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class PeerFailedError(HorovodInternalError):
+class PeerFailedError(_PeerError):
     """A failed engine on another rank, which is alive: its codec raised, or Ctrl-C interrupted it.
 
-    Raised on every other rank that waits, or makes its next call; the failed rank itself raises the original exception,
-    or a HorovodInternalError with that as its cause. What to do: correct what the message says, and start the job
-    again.
-
-    Attributes:
-        rank: The rank whose engine failed.
+    Raised on every other rank that waits, or makes its next call; on ``rank`` itself, the original exception is, or a
+    HorovodInternalError caused by it. What to do: correct what the message says, and start the job again.
     """
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class StallError(HorovodInternalError):
     """A tensor that some ranks did not submit within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
 
     Raised on the ranks that wait for it; the message names the tensor and the late ranks, which are alive. What to do:
-    have all ranks call the same operations equally often, or ``hvd.join()`` where a rank has less data; raise the limit
-    for ranks that may be so late.
+    have all ranks call the same operations equally often, or ``hvd.join()`` where a rank has less data.
     """
 
 
 class PayloadError(HorovodInternalError):
-    """A compressed payload that ``rank`` sent and that arrived damaged.
+    """A compressed payload that ``rank`` sent and that arrived damaged; ``problem`` is the damage.
 
     Raised on the rank that received it; the others raise PeerFailedError, and the job ends. What to do: run the same
     version of hvdkit on all ranks; if you do, suspect memory or network of that rank.
-
-    Attributes:
-        rank: The sender.
-        problem: The damage.
     """
 
     def __init__(self, rank: int, problem: str, what: str = "") -> None:
@@ -105,16 +89,14 @@ class PayloadError(HorovodInternalError):
 class ParametersDifferError(HorovodInternalError):
     """Parameters that differ between ranks that train one model; the message names them, the ranks and the step.
 
-    Raised by all ranks of the process set at the same step, so that they can go back to a common state and train on,
-    as scripts do that catch HorovodInternalError. What to do: a broadcast, or a checkpoint, brings them together.
+    Raised by all ranks of the set at the same step. What to do: broadcast those of one rank, or load a checkpoint.
     """
 
 
 class ForkedChildError(HorovodInternalError):
     """A collective call in a process that was forked from a rank; only the rank can make such calls.
 
-    Raised in that process alone. What to do: let child processes, such as a DataLoader's workers, return data to the
-    rank, and make the call there.
+    Raised in that process alone. What to do: let child processes return data to the rank, and make the call there.
     """
 
     def __init__(self, rank: str, process: int) -> None:
@@ -129,8 +111,7 @@ class ForkedChildError(HorovodInternalError):
 class NotInitializedError(ValueError):
     """An operation that was called before ``hvd.init()`` or after ``hvd.shutdown()``.
 
-    A ValueError, as in Horovod. Raised by that call. What to do: call ``hvd.init()`` once in every process before any
-    other function of ``hvd``.
+    A ValueError, as in Horovod. Raised by that call. What to do: call ``hvd.init()`` first, once in every process.
     """
 
     ag_pass_through = True  # see HorovodInternalError
@@ -148,8 +129,7 @@ class NotInitializedError(ValueError):
 class UnsupportedReductionError(ValueError, NotImplementedError):
     """A reduction that the called function does not support.
 
-    A ValueError; and a NotImplementedError, so a RuntimeError too, which Horovod raised from its engine. Raised before
-    anything is sent. What to do: use a reduction that the message lists.
+    A RuntimeError, too, as in Horovod. Raised before anything is sent. What to do: use a reduction that is listed.
     """
 
     ag_pass_through = True  # see HorovodInternalError
@@ -169,22 +149,19 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic 
 class EnvironmentConflictError(ValueError):
     """Variables of a launcher that are half set, or variables of two launchers that contradict each other.
 
-    Raised by ``hvd.init()``. What to do: unset the variables that the message names, or start the job with a single
-    launcher.
+    Raised by ``hvd.init()``. What to do: unset the variables that the message names, or start with a single launcher.
     """
 
 
 class TransportUnavailableError(RuntimeError):
     """A chosen transport that cannot run here; the message says what is missing and how to get it.
 
-    Raised by ``hvd.init()``. What to do: install what is missing, or set ``HVDKIT_TRANSPORT`` to another transport;
-    ``hvdkit doctor`` checks for more.
+    Raised by ``hvd.init()``. What to do: install what is missing, see ``hvdkit doctor``, or choose another transport.
     """
 
 
 class AuthenticationError(TransportUnavailableError):
     """A peer that does not know the job's secret in the place of a rank; nothing that it sent was used.
 
-    Raised by ``hvd.init()``. What to do: give all ranks the same ``HVDKIT_SECRET_FILE``, as ``hvdkitrun`` does; see
-    SECURITY.md.
+    Raised by ``hvd.init()``. What to do: give all ranks the same ``HVDKIT_SECRET_FILE``, as ``hvdkitrun`` does.
     """

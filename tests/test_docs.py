@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import hvdkit
+from docs.hooks import tables
 from hvdkit import config
 from hvdkit.api import missing_attribute
 from hvdkit.as_horovod import MODULES
-from hvdkit.launch import horovod_flags, options
 from hvdkit.launch.options import build_parser
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -79,7 +79,7 @@ def documented(page: str) -> list[str]:
 
 def test_the_settings_table_is_the_one_that_config_generates():
     table = (DOCS / "settings.md").read_text().split("<!-- settings -->")[1].split("<!-- /settings -->")[0].strip()
-    assert table == config.markdown_table(), "run: python -m hvdkit.config --write docs/settings.md"
+    assert table == tables.settings(), "run: python -m docs.hooks.tables"
 
 
 @pytest.mark.parametrize("page", sorted(page.name for page in (DOCS / "howto").glob("*.md") if page.stem != "index"))
@@ -95,8 +95,7 @@ def test_a_how_to_page_links_each_script_that_it_includes(page):
 
 def test_the_flags_are_those_of_hvdkitrun():
     text = (DOCS / "api" / "hvdkitrun.md").read_text().split("<!-- flags -->")[1].split("<!-- /flags -->")[0].strip()
-    command = "python -m hvdkit.launch.options --write docs/api/hvdkitrun.md"
-    assert text == options.markdown_tables(), f"run: {command}"
+    assert text == tables.flags(), "run: python -m docs.hooks.tables"
 
 
 def literals() -> list[str]:
@@ -179,7 +178,7 @@ def test_who_asks_an_adapter_for_what_is_absent_is_told_what_there_is_instead(mo
 
 
 def test_flags_are_accepted_or_refused_as_the_migration_guide_says():
-    said, reasons = rows("Flags of horovodrun"), horovod_flags.reasons()
+    said, reasons = rows("Flags of horovodrun"), tables.effects()
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert said.keys() <= flags
     assert flags - said.keys() == {"-h", "--help", "--as-horovod", "--stop-grace"}  # hvdkit's own

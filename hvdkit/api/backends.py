@@ -37,14 +37,12 @@ class OptimizerGradients(ABC):
 
 @dataclass(frozen=True)
 class Backend:
-    """An adapter, as Keras uses it.
-
-    ``broadcast_variables`` raises ValueError for variables without values yet, HorovodInternalError on every rank where
-    ranks disagree.
-    """
+    """An adapter, as Keras uses it."""
 
     tensor: Callable[[Any], Any]  # converts a value to a tensor
     gradients: Callable[[GradientSettings], OptimizerGradients]  # of an optimizer with these settings
-    broadcast_variables: Callable[[Sequence[Any], int], None]  # writes a root's values into Keras variables
+    # Writes a root's values into Keras variables. Raises ValueError for variables without values, HorovodInternalError
+    # on every rank where ranks disagree.
+    broadcast_variables: Callable[[Sequence[Any], int], None]
     as_written: Callable[[Any], Any]  # returns the function, marked so that the framework does not translate it
     after: After

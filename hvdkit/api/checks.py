@@ -20,10 +20,8 @@ def check_registered(function: str, process_set: Any) -> int:
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{function}: process_set must be a hvd.ProcessSet, got {type(process_set).__name__}")
     if process_set.process_set_id is None:
-        raise ValueError(
-            f"{function}: process_set must be registered, got {process_set}\n"
-            "HINT: pass it to hvd.init(process_sets=[...]) or to hvd.add_process_set()."
-        )
+        hint = "pass it to hvd.init(process_sets=[...]) or to hvd.add_process_set()."
+        raise ValueError(f"{function}: process_set must be registered, got {process_set}\nHINT: {hint}")
     return process_set.process_set_id
 
 
@@ -34,10 +32,8 @@ def check_variables(function: str, variables: Iterable[Any]) -> list[Any]:
         if not hasattr(variable, "assign"):
             raise TypeError(f"{function}: variables[{index}] must be a variable, got {variable!r}")
         if getattr(variable, "shape", None) is None:
-            raise ValueError(
-                f"{function}: variables[{index}] has no value yet\n"
-                "HINT: build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
-            )
+            hint = "build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
+            raise ValueError(f"{function}: variables[{index}] has no value yet\nHINT: {hint}")
     return listed
 
 
@@ -47,10 +43,9 @@ def check_process_set(function: str, process_set: Any) -> int:
         return 0
     process_set_id = check_registered(function, process_set)
     if not process_set.included():
-        raise ValueError(
-            f"{function}: this rank is not a member of process_set {process_set.process_set_id}, which has the ranks "
-            f"{process_set.ranks}\nHINT: call {function}() only where process_set.included() is true."
-        )
+        fact = f"this rank is not a member of process_set {process_set_id}, which has the ranks {process_set.ranks}"
+        hint = f"call {function}() only where process_set.included() is true."
+        raise ValueError(f"{function}: {fact}\nHINT: {hint}")
     return process_set_id
 
 
@@ -79,9 +74,7 @@ def check_passes(function: str, passes: Any) -> int:
 def check_handle(function: str, handle: Any) -> int:
     """Return the handle of an asynchronous operation. Raises TypeError unless it is an integer."""
     if not isinstance(handle, int):
-        raise TypeError(
-            f"{function}: handle must be an integer that an asynchronous operation returned, got {handle!r}"
-        )
+        raise TypeError(f"{function}: handle must be an integer of an asynchronous operation, got {handle!r}")
     return handle
 
 
@@ -97,44 +90,35 @@ def check_factors(function: str, prescale_factor: Any, postscale_factor: Any) ->
     """Return the factors of elements before and after a reduction. Raises TypeError unless both are numbers."""
     if type(prescale_factor) is float and type(postscale_factor) is float:
         return prescale_factor, postscale_factor
-    return (
-        check_factor(function, "prescale_factor", prescale_factor),
-        check_factor(function, "postscale_factor", postscale_factor),
-    )
+    prescale = check_factor(function, "prescale_factor", prescale_factor)
+    return prescale, check_factor(function, "postscale_factor", postscale_factor)
 
 
 def check_op(function: str, op: Any, allowed: Sequence[ReduceOp] = tuple(ReduceOp)) -> ReduceOp:
-    """Return the reduction.
-
-    Raises ValueError for anything else, UnsupportedReductionError for a reduction that is not ``allowed``.
-    """
+    """Return the reduction. Raises ValueError, for one that is not ``allowed`` an UnsupportedReductionError."""
     is_number = isinstance(op, int) and not isinstance(op, bool)
     if is_number and op in allowed:
         return ReduceOp(op)
-    is_reduction = is_number and op in list(ReduceOp)
-    got = f"hvd.{ReduceOp(op).name.capitalize()}" if is_reduction else repr(op)
-    expected = ", ".join(f"hvd.{choice.name.capitalize()}" for choice in allowed)
-    kind = UnsupportedReductionError if is_reduction else ValueError
-    raise kind(f"{function}: op must be one of {expected}, got {got}")
+    expected = ", ".join(map(_public_name, allowed))
+    if is_number and op in list(ReduceOp):
+        got = _public_name(ReduceOp(op))
+        raise UnsupportedReductionError(f"{function}: op must be one of {expected}, got {got}")
+    raise ValueError(f"{function}: op must be one of {expected}, got {op!r}")
+
+
+def _public_name(op: ReduceOp) -> str:
+    return f"hvd.{op.name.capitalize()}"
 
 
 def op_or_average(function: str, op: Any, average: Any, stacklevel: int = 3) -> ReduceOp:
-    """Return the reduction for ``op`` or Horovod's deprecated ``average``; without either it is the average.
-
-    ``stacklevel``: that of the user's call, for the warning. Raises ValueError if both are given.
-    """
+    """Return the reduction for ``op`` or the deprecated ``average``, or the average. Raises ValueError for both."""
     if average is None:
         return ReduceOp.AVERAGE if op is None else check_op(function, op)
     if op is not None:
-        raise ValueError(
-            f"{function}: the op parameter supersedes average. Please provide only one of them, "
-            f"got op={op!r} and average={average!r}"
-        )
-    warnings.warn(
-        "Parameter `average` has been replaced with `op`: use op=hvd.Average or op=hvd.Sum",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )
+        got = f"got op={op!r} and average={average!r}"
+        raise ValueError(f"{function}: the op parameter supersedes average. Please provide only one of them, {got}")
+    advice = "Parameter `average` has been replaced with `op`: use op=hvd.Average or op=hvd.Sum"
+    warnings.warn(advice, DeprecationWarning, stacklevel=stacklevel)
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
@@ -145,9 +129,9 @@ def reduce_request(function: str, op: Any, average: Any, prescale_factor: Any, p
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> ReduceOp:
-    """Return the reduction for ``op``, or for the deprecated ``average``: True, False or None.
+    """Return the reduction for ``op``, or for the deprecated ``average``. Returns hvd.Average without either.
 
-    Returns hvd.Average without either. Raises ValueError if both are given, or ``op`` is no reduction.
+    Raises ValueError if both are given, or ``op`` is no reduction.
 
     Examples:
         >>> hvd.handle_average_backwards_compatibility(op=hvd.Sum, average=None) == hvd.Sum
@@ -157,9 +141,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """True if Adasum works among ``num_rank`` ranks.
-
-    Returns True for a power of 2. Raises TypeError unless it is an integer.
+    """True if Adasum works among ``num_rank`` ranks. Returns True for a power of 2. Raises TypeError for no integer.
 
     Examples:
         >>> hvd.check_num_rank_power_of_2(hvd.size())
@@ -173,31 +155,26 @@ def check_adasum(function: str, dtypes: Iterable[str], process_set: ProcessSet, 
     if process_set is not global_process_set:
         raise NotImplementedError(f"{function}: Adasum does not support non-global process sets yet.")
     if not num_rank_is_power_2(size):
-        raise NotImplementedError(
-            f"{function}: Running Adasum with non-power of 2 ranks is not supported yet, got {size} ranks."
-        )
-    for dtype in dtypes:
-        if dtype not in FLOATING:
-            raise ValueError(f"{function}: Adasum needs floating point tensors, got {dtype}")
+        fact = "Running Adasum with non-power of 2 ranks is not supported yet"
+        raise NotImplementedError(f"{function}: {fact}, got {size} ranks.")
+    for dtype in set(dtypes) - FLOATING:
+        raise ValueError(f"{function}: Adasum needs floating point tensors, got {dtype}")
 
 
 def check_op_for(function: str, op: ReduceOp, dtypes: Iterable[str]) -> None:
     """Raise UnsupportedReductionError, a ValueError, for complex numbers unless the reduction is Average or Sum."""
     for dtype in dtypes:
         if dtype in COMPLEX and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise UnsupportedReductionError(
-                f"{function}: op=hvd.{op.name.capitalize()} is not defined for complex numbers, got a tensor of type "
-                f"{dtype}\nHINT: use hvd.Average or hvd.Sum, or reduce real and imaginary parts by themselves."
-            )
+            fact = f"op={_public_name(op)} is not defined for complex numbers, got a tensor of type {dtype}"
+            hint = "use hvd.Average or hvd.Sum, or reduce real and imaginary parts by themselves."
+            raise UnsupportedReductionError(f"{function}: {fact}\nHINT: {hint}")
 
 
 def check_has_rows(function: str, shapes: Sequence[tuple[int, ...]], scalar_to_row: str) -> None:
     """Raise ValueError for a scalar, as an operation does that works along the first dimension."""
     if () in shapes:
-        raise ValueError(
-            f"{function}: tensor must have at least one dimension, got a scalar (0-d) tensor\n"
-            f"HINT: use {scalar_to_row}."
-        )
+        fact = "tensor must have at least one dimension, got a scalar (0-d) tensor"
+        raise ValueError(f"{function}: {fact}\nHINT: use {scalar_to_row}.")
 
 
 def wrong_dtype(function: str, argument: str, allowed: Iterable[str], got: str) -> ValueError:
@@ -218,27 +195,22 @@ def no_integers(function: str, argument: str, dtype: str) -> ValueError:
 
 def check_root(function: str, root_rank: Any, process_set: ProcessSet, size: int) -> int:
     """Return the root's global rank. Raises TypeError unless it is an integer, ValueError unless the set has it."""
-    try:
-        root = root_rank.__index__()
-    except AttributeError:
-        raise TypeError(f"{function}: root_rank must be an integer, got {root_rank!r}") from None
-    ranks = range(size) if process_set is global_process_set else process_set.ranks
-    if root not in (ranks or ()):
-        raise ValueError(
-            f"{function}: root_rank must be one of the process set's ranks {list(ranks or ())}, "
-            f"got invalid root rank {root}"
-        )
-    return int(root)
+    if not hasattr(root_rank, "__index__"):
+        raise TypeError(f"{function}: root_rank must be an integer, got {root_rank!r}")
+    root = int(root_rank.__index__())
+    ranks = range(size) if process_set is global_process_set else process_set.ranks or ()
+    if root not in ranks:
+        expected = f"root_rank must be one of the process set's ranks {list(ranks)}"
+        raise ValueError(f"{function}: {expected}, got invalid root rank {root}")
+    return root
 
 
 def check_splits(function: str, splits: Any, rows: int, size: int) -> list[int] | None:
     """Return the number of rows for each rank, or None for equal shares. Raises TypeError or ValueError."""
     if splits is None:
         if rows % size:
-            raise ValueError(
-                f"{function}: splits not provided, but first dimension of tensor ({rows}) is not an even multiple of "
-                f"the number of workers ({size})"
-            )
+            fact = f"first dimension of tensor ({rows}) is not an even multiple of the number of workers ({size})"
+            raise ValueError(f"{function}: splits not provided, but {fact}")
         return None
     values = splits.tolist() if hasattr(splits, "tolist") else splits
     try:
@@ -246,14 +218,11 @@ def check_splits(function: str, splits: Any, rows: int, size: int) -> list[int] 
     except (TypeError, AttributeError):
         raise TypeError(f"{function}: splits must be a list or 1-d tensor of integers, got {splits!r}") from None
     if len(shares) != size:
-        raise ValueError(
-            f"{function}: splits must have one entry for each worker, that is {size}, got {len(shares)}: {shares}"
-        )
+        expected = f"splits must have one entry for each worker, that is {size}"
+        raise ValueError(f"{function}: {expected}, got {len(shares)}: {shares}")
     if any(share < 0 for share in shares):
         raise ValueError(f"{function}: splits must not be negative, got {shares}")
     if sum(shares) > rows:
-        raise ValueError(
-            f"{function}: sum of splits entries is greater than the first dimension of tensor: "
-            f"expected at most {rows}, got {sum(shares)} from {shares}"
-        )
+        fact = "sum of splits entries is greater than the first dimension of tensor"
+        raise ValueError(f"{function}: {fact}: expected at most {rows}, got {sum(shares)} from {shares}")
     return shares

@@ -1,29 +1,8 @@
 """The names of Horovod's API that do not depend on the framework; each adapter has them."""
+# ruff: noqa: F405 (most of the names are those of job)
 
 from hvdkit.api.gradients.guard import unsynchronized
-from hvdkit.api.job import (
-    Average,
-    Sum,
-    ccl_built,
-    communication_stats,
-    compression_stats,
-    cross_rank,
-    cross_size,
-    ddl_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from hvdkit.api.job import *  # noqa: F403
 from hvdkit.compression import CustomCodec
 from hvdkit.engine.session.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdkit.errors import HorovodInternalError, PayloadError, PeerFailedError, PeerLostError, StallError

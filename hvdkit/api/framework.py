@@ -14,10 +14,8 @@ T = TypeVar("T")
 
 Bytes = npt.NDArray[np.uint8]
 
-# Buffer sizes are rounded up to this, so that results of similar sizes share a buffer one after the other.
-STEP_BYTES = 1 << 21
-# Unused buffers are kept up to this multiple of the largest result: one is in use while the next result is made.
-KEPT_RESULTS = 2
+STEP_BYTES = 1 << 21  # to which sizes are rounded up: results of similar sizes share a buffer one after the other
+KEPT_RESULTS = 2  # of the largest size, in unused buffers: one is in use while the next result is made
 
 
 class Framework(ABC, Generic[T]):
@@ -26,12 +24,9 @@ class Framework(ABC, Generic[T]):
     A buffer is contiguous memory that one operation reads or writes, in any form that the framework has for it.
     """
 
-    # True if tensors never change, so that an operation in flight may read them in place.
-    immutable: ClassVar[bool] = False
-    # True if buffers are a device's: the engine then returns the results. In host memory the buffers hold them.
-    is_device: ClassVar[bool] = False
-    # The expression that turns a scalar into a row, for hints.
-    scalar_to_row: ClassVar[str] = "tensor.reshape(1)"
+    immutable: ClassVar[bool] = False  # True if tensors never change, so that operations in flight may read them
+    is_device: ClassVar[bool] = False  # True if buffers are a device's: the engine returns the results, not buffers
+    scalar_to_row: ClassVar[str] = "tensor.reshape(1)"  # turns a scalar into a row, for hints
 
     def on_device(self, engine: Any, tensors: Sequence[T]) -> Framework[T] | None:
         """Return the Framework for the tensors' device, or None if the engine's transport has no collectives for it."""
@@ -84,12 +79,11 @@ class Framework(ABC, Generic[T]):
 class ResultBuffers:
     """Host memory that is used again for results: fresh pages cost more than the allreduce that fills them.
 
-    A buffer comes back when the last tensor on it is gone. The sizes that were unused longest are freed first.
+    A buffer comes back when the last tensor on it is gone, perhaps inside of take(): so there is no lock, but each
+    operation on the attributes is atomic. The sizes that were unused longest are freed first.
     """
 
     def __init__(self) -> None:
-        # There is no lock, because a buffer comes back wherever the last reference is dropped, perhaps inside of
-        # take(). Each single operation on these attributes is atomic.
         self._free: dict[int, list[Bytes]] = {}  # by size; the size used last is at the end
         self._largest = 0
 
@@ -100,16 +94,13 @@ class ResultBuffers:
         try:
             buffer = self._free[size].pop()
         except (KeyError, IndexError):
-            # numpy asks the system for huge pages, torch does not.
-            buffer = np.empty(size, dtype=np.uint8)
+            buffer = np.empty(size, dtype=np.uint8)  # numpy asks the system for huge pages, torch does not
         lent = buffer[:nbytes]
         weakref.finalize(lent, self._give_back, buffer).atexit = False
         return lent
 
     def _give_back(self, buffer: Any) -> None:
-        held = self._free.pop(buffer.nbytes, [])
-        held.append(buffer)
-        self._free[buffer.nbytes] = held
+        self._free[buffer.nbytes] = [*self._free.pop(buffer.nbytes, []), buffer]
         for size, unused in list(self._free.items()):
             while unused and self.kept() > KEPT_RESULTS * self._largest:
                 del unused[:1]

@@ -24,28 +24,21 @@ def gloo_built(verbose: bool = False) -> bool:
 
 def nccl_built(verbose: bool = False) -> bool:
     """True if NCCL, which comes with PyTorch for CUDA, is installed."""
-    if not gloo_built():
-        return False
-    from hvdkit.transports.gpu.nccl import nccl_version
-
-    return nccl_version() > 0
+    return gloo_built() and bool(importlib.import_module("hvdkit.transports.gpu.nccl").nccl_version() > 0)
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """True if a framework ("torch", "tensorflow") is installed and finds a GPU."""
-    if not extension_available(ext_base_name):
-        return False
-    return bool(importlib.import_module(f"hvdkit.{ext_base_name}.basics").gpu_available())
+    name = f"hvdkit.{ext_base_name}.basics"
+    return extension_available(ext_base_name) and bool(importlib.import_module(name).gpu_available())
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Return False: there is no DDL."""
+    """Return False: there is no DDL, and no CCL."""
     return False
 
 
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False: there is no CCL."""
-    return False
+ccl_built = ddl_built
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

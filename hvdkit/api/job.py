@@ -29,20 +29,17 @@ Product = ReduceOp.PRODUCT
 
 
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
-    """Join the job; the adapters' ``init`` call it.
+    """Join the job, for an adapter. Wrong arguments raise an error before any rank waits for another.
 
-    ``cuda``: tensors of GPUs travel by NCCL; ``for_torch``: tensors are PyTorch's. Wrong arguments raise an error
-    before any rank waits for another.
+    ``cuda``: tensors of GPUs travel by NCCL; ``for_torch``: tensors are PyTorch's.
     """
     ranks_or_comm, sets = _check_comm(comm), _check_process_sets(process_sets, comm)
     if not runtime.is_initialized():
         HANDLES.clear()
     runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda, for_torch=for_torch)
-    for name in ("keras", "tf_keras"):
-        if name in sys.modules:
-            _watch_keras()
-        elif not any(isinstance(finder, _KerasFinder) and finder.name == name for finder in sys.meta_path):
-            sys.meta_path.insert(0, _KerasFinder(name))
+    _watch_keras()
+    if not any(isinstance(finder, _KerasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _KerasFinder())
 
 
 def _is_communicator(comm: Any) -> bool:
@@ -55,28 +52,24 @@ def _check_comm(comm: Any) -> Any:
         return comm
     ranks = list(comm) if isinstance(comm, Iterable) and not isinstance(comm, str | bytes) else None
     if ranks is None or any(isinstance(rank, bool) or not hasattr(rank, "__index__") for rank in ranks):
-        raise ValueError(
-            "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object.\n"
-            f"init: comm: got {comm!r}"
-        )
+        expected = "Expected list of rank integers or mpi4py.MPI.Comm object."
+        raise ValueError(f"Invalid type of argument comm. {expected}\ninit: comm: got {comm!r}")
     return [int(rank.__index__()) for rank in ranks]
 
 
 def _check_process_sets(process_sets: Any, comm: Any) -> list[ProcessSet] | str | None:
-    """Return None, "dynamic" in small letters, or a list of ProcessSet.
+    """Return None, "dynamic" in small letters, or a list of ProcessSet. Raises TypeError or ValueError for others.
 
-    Raises TypeError for anything else, ValueError for another string, and as Horovod NotImplementedError for sets made
-    from a communicator where ``comm`` is a list of ranks.
+    Raises NotImplementedError, as Horovod, for sets made from a communicator where ``comm`` is a list of ranks.
     """
     if process_sets is None:
         return None
     expected = 'init: process_sets must be None, "dynamic" or a list of hvd.ProcessSet'
-    if isinstance(process_sets, str):
-        if process_sets.lower() != "dynamic":
-            raise ValueError(f"{expected}, got {process_sets!r}")
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
         return "dynamic"
-    if not isinstance(process_sets, Iterable):
-        raise TypeError(f"{expected}, got {process_sets!r}")
+    if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+        kind = ValueError if isinstance(process_sets, str) else TypeError
+        raise kind(f"{expected}, got {process_sets!r}")
     sets = list(process_sets)
     for index, process_set in enumerate(sets):
         if not isinstance(process_set, ProcessSet):
@@ -90,7 +83,7 @@ def _check_process_sets(process_sets: Any, comm: Any) -> list[ProcessSet] | str 
 
 
 def _watch_keras() -> None:
-    """Have Keras warn if it trains with gradients that nothing reduces, without a change to the script."""
+    """Have Keras, if it is imported, warn if it trains with gradients that nothing reduces."""
     # In a job of another framework, the import of Keras 2 must not import Keras 3.
     is_keras_2 = "tf_keras" in sys.modules and "hvdkit.tensorflow" in sys.modules
     if is_keras_2 or getattr(sys.modules.get("keras"), "__version__", "").startswith("3."):
@@ -98,15 +91,15 @@ def _watch_keras() -> None:
 
 
 class _KerasFinder(MetaPathFinder):
-    """A finder that calls ``_watch_keras`` after the first import of a module, which other finders locate."""
+    """A finder that calls ``_watch_keras`` after imports of Keras, which other finders locate."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
+        self._awaited = {"keras", "tf_keras"} - sys.modules.keys()
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname not in self._awaited:
             return None
-        sys.meta_path.remove(self)
+        self._awaited.remove(fullname)
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return None
@@ -121,10 +114,7 @@ class _KerasFinder(MetaPathFinder):
 
 
 def shutdown() -> None:
-    """Leave the job, after which init() may be called again. Does nothing if init() was not called.
-
-    In a child that was forked from a rank only the child leaves: the job goes on.
-    """
+    """Leave the job, after which init() may be called again; a forked child leaves alone. No-op before init()."""
     if not runtime.is_forked():
         HANDLES.clear()
     runtime.shutdown()
@@ -136,67 +126,45 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """Return the number of ranks of the job.
-
-    Raises NotInitializedError, a ValueError, before init() or after shutdown().
-    """
+    """Return the number of ranks. Raises NotInitializedError, a ValueError, before init() or after shutdown()."""
     return int(runtime.topology().size)
 
 
 def rank() -> int:
-    """Return this process's number among all ranks, from 0.
-
-    Raises NotInitializedError before init() or after shutdown().
-    """
+    """Return this process's number among all ranks, from 0. Raises NotInitializedError as ``size`` does."""
     return int(runtime.topology().rank)
 
 
 def local_size() -> int:
-    """Return the number of ranks on this node. Raises NotInitializedError before init() or after shutdown()."""
+    """Return the number of ranks on this node. Raises NotInitializedError as ``size`` does."""
     return int(runtime.topology().local_size)
 
 
 def local_rank() -> int:
-    """Return this process's number among the ranks of this node, from 0: usually the index of its GPU.
-
-    Raises NotInitializedError before init() or after shutdown().
-    """
+    """Return this process's number on its node, from 0, as of its GPU. Raises NotInitializedError as ``size`` does."""
     return int(runtime.topology().local_rank)
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a rank of this local rank.
-
-    Raises NotInitializedError before init() or after shutdown().
-    """
+    """Return the number of nodes with a rank of this local rank. Raises NotInitializedError as ``size`` does."""
     return int(runtime.topology().cross_size)
 
 
 def cross_rank() -> int:
-    """Return the number of this node among the nodes that have a rank of this local rank.
-
-    Raises NotInitializedError before init() or after shutdown().
-    """
+    """Return this node's number among the nodes of ``cross_size``. Raises NotInitializedError as ``size`` does."""
     return int(runtime.topology().cross_rank)
 
 
 def is_homogeneous() -> bool:
-    """True if every node runs the same number of ranks.
-
-    Raises NotInitializedError before init() or after shutdown().
-    """
+    """True if every node runs the same number of ranks. Raises NotInitializedError as ``size`` does."""
     return bool(runtime.topology().is_homogeneous)
 
 
 def compression_stats() -> CompressionStatistics:
     """Return figures of compression on this rank; ``str`` of them has a line for each codec.
 
-    Returns:
-        An object whose dicts ``by_codec`` and ``by_parameter`` have ``bytes_before``, ``bytes_after``, ``ratio``,
-        ``encode_seconds``, ``decode_seconds`` and ``residual_norm``, the norm of the part that is kept and not sent.
-
-    Raises:
-        NotInitializedError: before init() or after shutdown().
+    Their dicts ``by_codec`` and ``by_parameter`` have ``bytes_before``, ``bytes_after``, ``ratio``, ``encode_seconds``,
+    ``decode_seconds`` and ``residual_norm``, of what is kept and not sent. Raises NotInitializedError as ``size`` does.
 
     Examples:
         >>> print(hvd.compression_stats())
@@ -206,14 +174,10 @@ def compression_stats() -> CompressionStatistics:
 
 
 def communication_stats() -> CommunicationStatistics:
-    """Return the cost of communication for this rank since init().
+    """Return the cost of communication for this rank since init(). Raises NotInitializedError as ``size`` does.
 
-    Returns:
-        An object with ``bytes_sent``, ``reductions`` (after fusion), ``reduced_bytes``, ``seconds`` that training
-        threads waited for communication, and ``busy_seconds`` that reductions took, which overlap.
-
-    Raises:
-        NotInitializedError: before init() or after shutdown().
+    It has ``bytes_sent``, ``reductions`` (after fusion), ``reduced_bytes``, ``seconds`` that training threads waited
+    for communication, and ``busy_seconds`` that reductions took, which overlap.
 
     Examples:
         >>> before = hvd.communication_stats()
@@ -225,17 +189,10 @@ def communication_stats() -> CommunicationStatistics:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record the engine's work in a file, in the format of chrome://tracing; see docs/timeline.md.
+    """Have rank 0 record the engine's work in a file, in the format of chrome://tracing; see docs/timeline.md.
 
-    Rank 0 alone records; on other ranks this does nothing.
-
-    Args:
-        file_path: the file, which is overwritten.
-        mark_cycles: True to mark the engine's cycles too.
-
-    Raises:
-        TypeError: unless ``file_path`` is a string or a path.
-        NotInitializedError: before init() or after shutdown().
+    ``file_path`` is overwritten; ``mark_cycles``: mark the engine's cycles too. Raises TypeError unless ``file_path``
+    is a string or a path, NotInitializedError as ``size`` does.
 
     Examples:
         >>> hvd.start_timeline("timeline.json")
@@ -248,17 +205,12 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the recording and close its file. Raises NotInitializedError before init() or after shutdown()."""
+    """End the recording and close its file. Raises NotInitializedError as ``size`` does."""
     runtime.engine().telemetry.stop()
 
 
 def mpi_threads_supported() -> bool:
-    """True if several threads may call MPI at once, so that other MPI code may run beside hvdkit's.
-
-    Raises:
-        ValueError: if MPI does not carry this job.
-        NotInitializedError: before init() or after shutdown().
-    """
+    """True if several threads may call MPI at once. Raises ValueError if MPI carries no job of this process."""
     runtime.topology()
     if not mpi_enabled():
         raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")

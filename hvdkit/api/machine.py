@@ -8,8 +8,6 @@ import platform
 import zlib
 from pathlib import Path
 
-CPUINFO = Path("/proc/cpuinfo")
-
 
 def processor_of(cpuinfo: str) -> str:
     """Return the first processor in ``cpuinfo``: its name, and a checksum of its model and features."""
@@ -27,7 +25,7 @@ def processor_of(cpuinfo: str) -> str:
 def processor() -> str:
     """Return this host's processor."""
     try:
-        return processor_of(CPUINFO.read_text(errors="replace"))
+        return processor_of(Path("/proc/cpuinfo").read_text(errors="replace"))
     except OSError:  # no Linux
         return platform.processor() or platform.machine()
 

@@ -14,9 +14,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.errors import HorovodInternalError
 
-# A rank whose object cannot be pickled sends this instead of a length, so that no rank waits for the bytes.
-_CANNOT_PICKLE = -1
-
+_CANNOT_PICKLE = -1  # sent instead of a length, so that no rank waits for the bytes
 Array = npt.NDArray[Any]
 
 
@@ -29,28 +27,16 @@ def _pickle(obj: Any) -> tuple[Array, Array, Exception | None]:
         return np.array([_CANNOT_PICKLE]), np.empty(0, dtype=np.uint8), error
 
 
-def _broadcast(array: Array, root: int, name: str, process_set_id: int) -> None:
-    runtime.engine().named.broadcast([array], root, Call(name, process_set_id, wake=False)).wait()
-
-
-def _allgather(array: Array, name: str, process_set_id: int) -> Array:
-    gathered: Array = runtime.engine().named.allgather([array], Call(name, process_set_id, wake=False)).wait()[0]
-    return gathered
-
-
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Give all ranks of ``process_set`` the object of ``root_rank``.
+    """Give all ranks of ``process_set`` the object of ``root_rank``. Returns ``obj`` on the root, a copy elsewhere.
 
     Args:
         obj: on the root, an object that cloudpickle can pickle; ignored on other ranks.
         root_rank: counts among all ranks.
         name: tells concurrent calls of several threads apart.
         process_set: the ranks that take part.
-
-    Returns:
-        ``obj`` itself on the root, a copy elsewhere.
 
     Raises:
         Exception: on the root, the error of pickling.
@@ -69,49 +55,40 @@ def broadcast_object(
     base = function if name is None else name
     is_root = engine.topology.rank == root
     length, payload, error = _pickle(obj if is_root else None)
-    _broadcast(length, root, f"{base}.size", process_set_id)
+    engine.named.broadcast([length], root, Call(f"{base}.size", process_set_id, wake=False)).wait()
     if error is not None:
         raise error
     if length[0] == _CANNOT_PICKLE:
         raise HorovodInternalError(f"{function} {base!r}: rank {root} could not pickle its object")
     if not is_root:
         payload = np.empty(int(length[0]), dtype=np.uint8)
-    _broadcast(payload, root, f"{base}.data", process_set_id)
+    engine.named.broadcast([payload], root, Call(f"{base}.data", process_set_id, wake=False)).wait()
     return obj if is_root else cloudpickle.loads(payload)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Collect the objects of all ranks of ``process_set``.
+    """Collect the objects of all ranks of ``process_set``. Returns a list of them, in rank order.
 
-    Args:
-        obj: an object that cloudpickle can pickle; of any kind and size on each rank.
-        name: tells concurrent calls of several threads apart.
-        process_set: the ranks that take part.
-
-    Returns:
-        A list with the objects, in rank order.
-
-    Raises:
-        Exception: on the rank where pickling failed, its error.
-        HorovodInternalError: on other ranks if pickling failed, and on all if a rank is lost.
-        TypeError, ValueError: for wrong arguments.
+    ``obj`` is an object that cloudpickle can pickle, of any kind and size on each rank. Other arguments, and errors,
+    are those of broadcast_object(); the error of pickling is raised on the rank where it failed.
 
     Examples:
         >>> hvd.allgather_object({"rank": hvd.rank()})
         [{'rank': 0}, {'rank': 1}]
     """
     function = "allgather_object"
-    runtime.engine()
+    engine = runtime.engine()
     checks.check_name(function, name)
     process_set_id = checks.check_process_set(function, process_set)
     base = function if name is None else name
     length, payload, error = _pickle(obj)
-    lengths = _allgather(length, f"{base}.size", process_set_id).tolist()
+    (gathered,) = engine.named.allgather([length], Call(f"{base}.size", process_set_id, wake=False)).wait()
+    lengths = gathered.tolist()
     if error is not None:
         raise error
     if _CANNOT_PICKLE in lengths:
         members = process_set.ranks or range(len(lengths))
         failed = [member for member, length in zip(members, lengths, strict=True) if length == _CANNOT_PICKLE]
         raise HorovodInternalError(f"{function} {base!r}: ranks {failed} could not pickle their objects")
-    gathered = _allgather(payload, f"{base}.data", process_set_id)
+    (gathered,) = engine.named.allgather([payload], Call(f"{base}.data", process_set_id, wake=False)).wait()
     return [cloudpickle.loads(part) for part in np.split(gathered, np.cumsum(lengths)[:-1])]

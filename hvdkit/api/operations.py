@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvdkit.api import checks
 from hvdkit.api.framework import Framework
@@ -18,8 +18,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 T = TypeVar("T")
 
-# The longest text that other ranks get about wrong splits, which may be a long list.
-LONGEST_TEXT = 500
+LONGEST_TEXT = 500  # that other ranks get about wrong splits, which may be a long list
 
 
 class HandleTable:
@@ -37,10 +36,9 @@ class HandleTable:
 
     def poll(self, number: int) -> bool:
         """True if ``synchronize(number)`` returns at once. Raises ValueError for an unknown or finished number."""
-        pending = self._pending.get(number)
-        if pending is None:
+        if number not in self._pending:
             raise ValueError(f"poll: handle {number} was not created or has been synchronized already")
-        return pending[0].done()
+        return self._pending[number][0].done()
 
     def synchronize(self, number: int) -> Any:
         """Wait for an operation and return its result, or None for an unknown or finished number."""
@@ -158,10 +156,9 @@ class Operations(Generic[T]):
         return _add(engine.named.reducescatter(arrays, request, call), framework, invocation, tensors)
 
     def alltoall(self, invocation: Invocation, tensor: T, splits: Callable[[], Any]) -> int:
-        """Start an alltoall of a tensor that does not change until it is done.
+        """Start an alltoall of a tensor that does not change until it is done. The result: rows, and rows of each rank.
 
-        ``splits`` returns the caller's splits, or raises an error about them, which the other ranks get too. The result
-        is a pair: the rows, and the number of rows from each rank.
+        ``splits`` returns the caller's splits, or raises an error about them, which the other ranks get too.
         """
         engine, framework = runtime.engine(), self._framework
         call = invocation.call(framework.device(tensor))
@@ -172,7 +169,12 @@ class Operations(Generic[T]):
             size = checks.size_of(invocation.process_set)
             shares = checks.check_splits(invocation.function, given, rows.shape[0], size)
         except (TypeError, ValueError) as problem:
-            _refuse(problem, lambda text: engine.named.alltoall(rows, text, call))
+            # The other ranks, which would wait, get an error too, about this text in place of splits.
+            try:
+                engine.named.alltoall(rows, cut_off(str(problem), LONGEST_TEXT), call).wait()
+            except HorovodInternalError as error:
+                raise problem from error
+            raise AssertionError(f"an alltoall ran with wrong splits: {problem}") from problem
         handle = engine.named.alltoall(rows if shares is None else rows[: sum(shares)], shares, call)
         device = framework.device_of(tensor)
 
@@ -194,8 +196,8 @@ def _add(
 ) -> int:
     """Return the number of an operation. The results are in ``buffers``, or returned by the engine if that is None.
 
-    ``in_place``: the user gets the tensors themselves; ``writes``: the results must be copied into them. Without
-    ``in_place`` no reference to the tensors is kept, so that a user who drops them in flight has their memory back.
+    ``in_place``: the user gets the tensors themselves; ``writes``: the results must be copied into them. Otherwise no
+    reference to the tensors is kept, whose memory a user has back who drops them in flight.
     """
     targets = tensors if in_place else None
     devices = [] if in_place else [framework.device_of(tensor) for tensor in tensors]
@@ -209,15 +211,3 @@ def _add(
         return outputs[0] if invocation.single else tuple(outputs)
 
     return HANDLES.add(handle, finish)
-
-
-def _refuse(problem: Exception, submit: Callable[[str], Handle]) -> NoReturn:
-    """Raise ``problem``, this rank's wrong splits, after all other ranks, which would wait, got an error about it.
-
-    ``submit`` announces the alltoall with a text in place of splits.
-    """
-    try:
-        submit(cut_off(str(problem), LONGEST_TEXT)).wait()
-    except HorovodInternalError as error:
-        raise problem from error
-    raise AssertionError(f"an alltoall ran with wrong splits: {problem}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hvdkit.environments import launchers, srun
+from hvdkit.environments import launchers
 from hvdkit.environments.base import Detect, Rendezvous, World
 
 __all__ = ["Detect", "Rendezvous", "World", "detect", "register"]
@@ -19,18 +19,14 @@ _launchers: list[Detect] = [
     launchers.elastic_torchrun,
     launchers.openmpi,
     launchers.pmi,
-    srun.srun_with_pmi,
+    launchers.srun_with_pmi,
     launchers.torchrun,
-    srun.srun,
+    launchers.srun,
 ]
 
 
 def register(launcher: Detect) -> None:
-    """Try ``launcher`` before all others. Call it before ``hvd.init()``.
-
-    Args:
-        launcher: Returns the process's World from the environment, or None if it did not start the process.
-    """
+    """Try ``launcher`` before all others. Call it before ``hvd.init()``."""
     _launchers.insert(0, launcher)
 
 

@@ -1,25 +1,24 @@
-"""A process's place in its job, and how it is read from a launcher's variables.
-
-Variables that contradict each other stop the process. A guess would start a job in which ranks wait for ever.
-"""
+"""A process's place in its job, read from a launcher's variables; variables that contradict each other are an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hvdkit.errors import EnvironmentConflictError
 
 BY_HAND = ("RANK", "WORLD_SIZE")
+_DIFFERENT_LAUNCHERS = "HINT: check whether the two variables come from different launchers; ranks count from 0"
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """The address at which the ranks of the ``torch`` transport meet.
 
-    kind: ``"tcp"``: rank 0 serves a store at host:port. ``"agent"``: a launcher already serves that TCPStore and
-    every rank is a client. ``"fd"``: rank 0 serves on the listening socket whose descriptor it inherited, all other
-    ranks are clients. ``"http"``: rank 0 publishes the address of its store at a key-value server of ``horovodrun``.
+    kind: "tcp": rank 0 serves a store at host:port. "agent": a launcher already serves that TCPStore. "fd": rank 0
+    serves on the listening socket whose descriptor it inherited. "http": rank 0 publishes the address of its store at
+    a key-value server of ``horovodrun``.
     """
 
     kind: str
@@ -51,78 +50,58 @@ class World:
 
     def part(self, members: Sequence[int]) -> World:
         """Return the smaller job of the ranks in ``members``, this rank among them, numbered in that order."""
-        index, size = members.index(self.rank), len(members)
+        index, size, job = members.index(self.rank), len(members), f"{self.job}/{'-'.join(map(str, members))}"
+        part = replace(self, rank=index, size=size, cross_rank=None, cross_size=None, job=job, members=tuple(members))
         here = self.local_size == self.size  # all ranks are on one host, and so are the members
-        return replace(
-            self,
-            rank=index,
-            size=size,
-            local_rank=index if here else None,
-            local_size=size if here else None,
-            cross_rank=None,
-            cross_size=None,
-            job=f"{self.job}/{'-'.join(map(str, members))}",
-            members=tuple(members),
-        )
+        return replace(part, local_rank=index if here else None, local_size=size if here else None)
 
 
-# A launcher's reader: its World, or None if the launcher did not start this process. Half-set variables raise
-# EnvironmentConflictError.
+# A launcher's reader: its World, None if it did not start this process. Half-set variables raise an error.
 Detect = Callable[[Mapping[str, str]], World | None]
 
 
-@dataclass(frozen=True)
-class Names:
-    """A launcher's variable for each field of World; None where the launcher has none."""
+class Names(NamedTuple):
+    """A launcher's variable for each field of World; "" where the launcher has none."""
 
     rank: str
     size: str
-    local_rank: str | None = None
-    local_size: str | None = None
-    cross_rank: str | None = None
-    cross_size: str | None = None
+    local_rank: str = ""
+    local_size: str = ""
+    cross_rank: str = ""
+    cross_size: str = ""
 
 
 def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> World | None:
-    """Return the checked place in the job, or None if this launcher set neither rank nor size.
-
-    A size of 1 without a rank is a leftover in a container image or a shell, and is ignored.
-    """
+    """Return the checked place in the job, or None if this launcher set neither rank nor size."""
+    # A size of 1 without a rank is a leftover in a container image or a shell.
     if names.rank not in environ and (names.size not in environ or integer(environ, names.size) <= 1):
         return None
     if names.rank not in environ or names.size not in environ:
         raise half_set(launcher, environ, (names.rank, names.size), hint)
     rank, size = _pair(environ, names.rank, names.size)
+    local_rank, local_size = _pair(environ, names.local_rank, names.local_size)
+    cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
     assert rank is not None
     assert size is not None
-    local_rank, local_size = _pair(environ, names.local_rank, names.local_size)
     if local_size is not None and local_size > size:
-        raise EnvironmentConflictError(
-            f"{names.local_size}={local_size} is larger than {names.size}={size}\n"
-            "HINT: check whether the two variables come from different launchers"
-        )
-    cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
-    job = _job_identifier(environ)
-    return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=job)
+        fact = f"{names.local_size}={local_size} is larger than {names.size}={size}"
+        raise EnvironmentConflictError(f"{fact}\n{_DIFFERENT_LAUNCHERS}")
+    return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=_job_identifier(environ))
 
 
 def half_set(launcher: str, environ: Mapping[str, str], names: Sequence[str], hint: str) -> EnvironmentConflictError:
     """Return the error for variables of which only some are set."""
     missing = " ".join(name for name in names if name not in environ)
-    return EnvironmentConflictError(
-        f"the environment of {launcher} is half set: found {_assignments(environ, names)}, missing {missing}\n"
-        f"HINT: {hint}"
-    )
+    fact = f"the environment of {launcher} is half set: found {_assignments(environ, names)}, missing {missing}"
+    return EnvironmentConflictError(f"{fact}\nHINT: {hint}")
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:
     """Return the whole number, zero or larger, that the variable holds."""
     text = environ[name].strip()
     if not (text.isascii() and text.isdigit()):
-        raise EnvironmentConflictError(
-            f"{name}={environ[name]!r} is not a whole number of zero or more\n"
-            f"HINT: unset {name}, or start the process with the launcher that sets it"
-        )
+        hint = f"unset {name}, or start the process with the launcher that sets it"
+        raise EnvironmentConflictError(f"{name}={environ[name]!r} is not a whole number of zero or more\nHINT: {hint}")
     return int(text)
 
 
@@ -161,25 +140,19 @@ def _assignments(environ: Mapping[str, str], names: Iterable[str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names if name in environ) or "none of them"
 
 
-def _pair(environ: Mapping[str, str], index_name: str | None, count_name: str | None) -> tuple[int | None, int | None]:
+def _pair(environ: Mapping[str, str], index_name: str, count_name: str) -> tuple[int | None, int | None]:
     """Return an index and its count, None for a variable that is not set; the index must be below the count."""
-    index = integer(environ, index_name) if index_name and index_name in environ else None
-    count = integer(environ, count_name) if count_name and count_name in environ else None
+    index, count = (integer(environ, name) if name in environ else None for name in (index_name, count_name))
     if count is not None and count < 1:
         raise EnvironmentConflictError(f"{count_name}={count} must be at least 1\nHINT: unset it, or correct it")
     if index is not None and count is not None and index >= count:
-        raise EnvironmentConflictError(
-            f"{index_name}={index} must be smaller than {count_name}={count}\n"
-            "HINT: ranks count from 0; check whether the two variables come from different launchers"
-        )
+        fact = f"{index_name}={index} must be smaller than {count_name}={count}"
+        raise EnvironmentConflictError(f"{fact}\n{_DIFFERENT_LAUNCHERS}")
     return index, count
 
 
 def _job_identifier(environ: Mapping[str, str]) -> str:
     """Return a text that all ranks of this job share and the next job does not, or "0" if no launcher sets one."""
-    for name in ("HVDKIT_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"):
-        if environ.get(name):
-            return environ[name]
-    if environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID"):
-        return f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
-    return "0"
+    step = ".".join(environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    named = (environ.get(name) for name in ("HVDKIT_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"))
+    return next(filter(None, named), step if "." in step.strip(".") else "0")

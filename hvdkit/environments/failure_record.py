@@ -1,7 +1,6 @@
-"""The lines on stderr in which a rank tells hvdkitrun of its failure, and which hvdkitrun takes out of its output.
+"""The lines on stderr in which a rank tells hvdkitrun of its failure, before and after the traceback.
 
-A mark before the traceback that Python prints, and a record after it, let hvdkitrun keep the traceback back and show
-what matters of all ranks when the job has ended. Any other reader of the rank's stderr gets the traceback as usual.
+hvdkitrun takes them out, and keeps the traceback until the job's end. Other readers of stderr get it as usual.
 """
 
 from __future__ import annotations
@@ -25,16 +24,11 @@ logger = logging.getLogger("hvdkit")
 
 # hvdkitrun sets this variable to get records. A rank removes it, since nobody may read the stderr of its children.
 WANTED = "HVDKIT_FAILURE_RECORDS"
-BEGINS = "\x1ehvdkit traceback"
-MARK = "\x1ehvdkit failure "
+INIT_PIPE = "HVDKIT_INIT_PIPE"  # on which the rank tells its worker that it calls hvd.init()
+BEGINS, MARK = "\x1ehvdkit traceback", "\x1ehvdkit failure "
 # A rank's worker (launch/worker) writes such a line when the rank called hvd.init(), or ended as it was asked to.
-NOTE = "\x1ehvdkit note "
-INIT, ENDED = "init", "ended"
-# The pipe on which the rank tells its worker that it calls hvd.init().
-INIT_PIPE = "HVDKIT_INIT_PIPE"
-
+NOTE, INIT, ENDED = "\x1ehvdkit note ", "init", "ended"
 ANOTHER = -1  # an unknown rank
-
 LONGEST_ERROR = 3000  # characters
 MOST_FRAMES = 30  # of the user's own files
 
@@ -45,16 +39,11 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 @dataclass(frozen=True)
 class Record:
-    """The failure of a rank.
+    """The failure of a rank."""
 
-    error: the exception as Python prints it, without the traceback.
-    frames: the traceback's lines in the user's own files, with the number of library lines between them.
-    after: the rank whose loss or leaving caused this failure, ANOTHER if it is unknown, None if no rank caused it.
-    """
-
-    error: str
-    frames: str = ""
-    after: int | None = None
+    error: str  # the exception as Python prints it, without the traceback
+    frames: str = ""  # the traceback's lines in the user's own files, with the number of library lines between them
+    after: int | None = None  # the rank that caused it by its loss or leaving, ANOTHER if it is unknown
 
     def line(self) -> str:
         """Return the record as a line of output."""
@@ -79,13 +68,10 @@ def tell_init() -> None:
     """Tell hvdkitrun, if it started this process, that a process of this rank calls hvd.init()."""
     if path := os.environ.pop(INIT_PIPE, ""):
         try:
-            pipe = os.open(path, os.O_WRONLY)
-            try:
-                if stat.S_ISFIFO(os.fstat(pipe).st_mode):  # in a container, the number may be another process's
-                    os.write(pipe, b"!")
-            finally:
-                os.close(pipe)
-        except OSError as error:  # a container has a /proc of its own
+            with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as pipe:
+                if stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):  # a container has a /proc of its own
+                    pipe.write(b"!")
+        except OSError as error:
             logger.debug("hvdkitrun is not told of hvd.init(): %s", error)
 
 
@@ -107,10 +93,7 @@ def is_of_a_library(file: str) -> bool:
 
 
 def _folded(stack: traceback.StackSummary) -> Iterator[str]:
-    """Yield the frames of the user's own files, with the number of other lines between; all frames if none is own.
-
-    Of very many frames, as in an endless recursion, yield the first and the last.
-    """
+    """Yield the frames of the user's own files, the first and last of very many; all frames if none is own."""
     is_own = [not is_of_a_library(frame.filename) for frame in stack]
     shown = [index for index, own in enumerate(is_own) if own or not any(is_own)]
     if len(shown) > MOST_FRAMES:

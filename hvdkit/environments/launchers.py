@@ -1,25 +1,16 @@
-"""Readers of the variables of hvdkitrun, horovodrun, torchrun, Open MPI and PMI. Slurm's are in ``srun``.
-
-In their MPI mode, hvdkitrun and horovodrun start mpirun, whose variables give the place of a process.
-"""
+"""Readers of the variables of hvdkitrun, horovodrun (both start mpirun for MPI), torchrun, Open MPI, PMI and srun."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hvdkit.environments.base import (
-    BY_HAND,
-    Names,
-    Rendezvous,
-    World,
-    half_set,
-    in_mpi_job,
-    integer,
-    master_rendezvous,
-    port,
-    read_world,
-)
+from hvdkit.environments import base
+from hvdkit.environments.base import BY_HAND, Names, Rendezvous, World, half_set, in_mpi_job, integer, read_world
+from hvdkit.environments.network import LOOPBACK
+from hvdkit.errors import EnvironmentConflictError
 
 HOROVODRUN = "horovodrun"
 _LISTENER = "HVDKIT_RENDEZVOUS_FD"
@@ -30,6 +21,11 @@ _TORCHRUN_HINT = (
 )
 _OPENMPI = Names(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 _PMI = Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SRUN_HINT = "start the command with srun inside the allocation, or with hvdkitrun, or unset the SLURM_ variables"
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, extern and interactive steps from the top
+_FIRST_PORT, _PORTS = 20000, 12000  # below the ports that Linux hands out itself (32768 and up)
+_SPAN = r"\d+(?:-\d+)?"
+_PART = rf"(?:[^,\[\]]|\[{_SPAN}(?:,{_SPAN})*\])+"  # of a host list
 
 
 def hvdkitrun(environ: Mapping[str, str]) -> World | None:
@@ -43,7 +39,6 @@ def hvdkitrun(environ: Mapping[str, str]) -> World | None:
 
 def horovodrun(environ: Mapping[str, str]) -> World | None:
     """Return the World in HOROVOD_RANK and its like, None if ``horovodrun --gloo`` did not start this process."""
-    # horovodrun serves keys and values over HTTP, which is no TCPStore.
     hint = f"horovodrun --gloo sets them all; start with it or with hvdkitrun, or {_FORMER_JOB}"
     return _world_with_rendezvous(environ, HOROVODRUN, "HOROVOD", "HOROVOD_GLOO_RENDEZVOUS", "http", hint)
 
@@ -58,7 +53,7 @@ def _world_with_rendezvous(
     if world is None:
         return None
     if address in environ and port_name in environ:
-        return replace(world, rendezvous=Rendezvous(kind, environ[address], port(environ, port_name)))
+        return replace(world, rendezvous=Rendezvous(kind, environ[address], base.port(environ, port_name)))
     if world.size > 1:
         raise half_set(launcher, environ, (names.rank, names.size, address, port_name), hint)
     return world
@@ -69,7 +64,7 @@ def torchrun(environ: Mapping[str, str]) -> World | None:
     world = read_world("torchrun", environ, _TORCHRUN, _TORCHRUN_HINT)
     if world is None:
         return None
-    rendezvous = master_rendezvous(environ)
+    rendezvous = base.master_rendezvous(environ)
     if rendezvous is None and world.size > 1:
         raise half_set("torchrun", environ, (*BY_HAND, "MASTER_ADDR", "MASTER_PORT"), _TORCHRUN_HINT)
     if rendezvous is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -95,9 +90,8 @@ def openmpi(environ: Mapping[str, str]) -> World | None:
 def pmi(environ: Mapping[str, str]) -> World | None:
     """Return the World that ``mpiexec`` of MPICH or Intel MPI set, None if it did not start this process.
 
-    ``srun --mpi=pmi2`` also sets PMI_RANK and PMI_SIZE, and ``srun`` reads more there. Its tasks have no local rank in
-    MPI's names, and Slurm's rank and size are the same. Under an mpiexec inside an allocation, every process carries
-    the Slurm variables of the process that started mpiexec.
+    ``srun --mpi=pmi2`` sets PMI_RANK and PMI_SIZE too, the same as Slurm's rank and size, but no local rank in MPI's
+    names. Under an mpiexec inside an allocation, every process carries the Slurm variables of mpiexec itself.
     """
     world = read_world("pmi", environ, _PMI, f"mpiexec sets them all; {_FORMER_JOB}")
     started_by_srun = (
@@ -107,3 +101,91 @@ def pmi(environ: Mapping[str, str]) -> World | None:
         and environ.get("SLURM_STEP_NUM_TASKS") == environ.get("PMI_SIZE")
     )
     return None if world is None or started_by_srun else in_mpi_job(world, environ, (_PMI.rank, _PMI.size))
+
+
+def srun(environ: Mapping[str, str]) -> World | None:
+    """Return the World that Slurm describes, None for no task of a step, as a batch script or a shell by srun."""
+    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return None
+    if integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
+        return None
+    names = Names(
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
+        local_rank="SLURM_LOCALID",
+        cross_rank="SLURM_NODEID",
+        cross_size="SLURM_STEP_NUM_NODES",
+    )
+    world = read_world("srun", environ, names, _SRUN_HINT)
+    if world is None:
+        return None
+    world = replace(world, local_size=_tasks_on_this_node(environ))
+    if _has_pmi(environ):
+        return in_mpi_job(world, environ, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    return replace(world, rendezvous=base.master_rendezvous(environ) or _first_host(environ))
+
+
+def srun_with_pmi(environ: Mapping[str, str]) -> World | None:
+    """Return the World of ``srun`` if srun also serves PMI or PMIx, with which MPI starts in this task; else None."""
+    return srun(environ) if _has_pmi(environ) else None
+
+
+def _has_pmi(environ: Mapping[str, str]) -> bool:
+    return "PMI_RANK" in environ or "PMIX_RANK" in environ
+
+
+def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
+    if not environ.get("SLURM_STEP_TASKS_PER_NODE") or not environ.get("SLURM_NODEID"):
+        return None
+    counts, index = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"]), integer(environ, "SLURM_NODEID")
+    return counts[index] if index < len(counts) else None
+
+
+def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
+    """Return rank 0's host, and a port that every task of this step computes and other steps do not."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        return None
+    job, step = (integer(environ, name) if name in environ else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    hosts = expand_hosts(nodes)
+    # Only tasks of this step connect there: on one host, other hosts need not see it.
+    host = hosts[0] if len(hosts) > 1 else LOOPBACK
+    # 31 keeps the steps of neighbouring jobs apart: both numbers grow by one.
+    return Rendezvous("tcp", host, _FIRST_PORT + (job * 31 + step) % _PORTS)
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return all hosts of a host list such as ``node[01-03,7],gpu1``, in its order."""
+    if not re.fullmatch(f"{_PART}(,{_PART})*", text):
+        raise _malformed(text)
+    hosts: list[str] = []
+    for part in re.finditer(_PART, text):
+        pieces = re.split(r"\[(.*?)\]", part[0])  # each second piece stood in brackets
+        choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        hosts += map("".join, itertools.product(*choices))
+    return hosts
+
+
+def _numbers(spans: str) -> list[str]:
+    """Return the numbers of ``01-03,7``, each with the width of the first in its span."""
+    numbers = []
+    for span in spans.split(","):
+        first, _, last = span.partition("-")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the tasks of each node in a list such as ``2(x3),1``."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            raise _malformed(text)
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts
+
+
+def _malformed(text: str) -> EnvironmentConflictError:
+    hint = "set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints what Slurm means"
+    return EnvironmentConflictError(f"cannot read Slurm's list {text!r}\nHINT: {hint}")

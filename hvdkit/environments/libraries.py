@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# Between hosts Open MPI has one TCP connection for each pair of ranks. There a message's announcement waits behind the
-# bytes of another message, so two ranks that send to each other take turns, at half of the wire's speed.
-_TCP_LINKS = ("OMPI_MCA_btl_tcp_links", "2")
-
 
 def use_the_wire_both_ways() -> None:
-    """Have Open MPI, which reads the variable at its start, use two connections; a value set by the user stays."""
-    os.environ.setdefault(*_TCP_LINKS)
+    """Have Open MPI, before its start, use two TCP connections for each pair of ranks; a value set by the user stays.
+
+    On a single one a message's announcement waits behind the bytes of another message, so two ranks that send to each
+    other take turns, at half of the wire's speed.
+    """
+    os.environ.setdefault("OMPI_MCA_btl_tcp_links", "2")
 
 
 def nccl_host() -> str:
@@ -42,35 +42,21 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 
 def horovod_variables(
-    controller: str,
-    rank: int,
-    size: int,
-    meeting: tuple[str, int] | None,
-    timeout_seconds: float,
-    interface: str = "",
+    controller: str, rank: int, size: int, meeting: tuple[str, int] | None, timeout_seconds: float, interface: str = ""
 ) -> dict[str, str | None]:
     """Return the variables with which Horovod's engine starts; None: unset, also where the job's environment sets it.
 
-    Args:
-        controller: The way its ranks talk, ``"mpi"`` or ``"gloo"``.
-        rank: This process's rank in the job.
-        size: The number of ranks.
-        meeting: For Gloo, host and port of a key-value server.
-        timeout_seconds: For Gloo, the time limit if the user sets none.
-        interface: The network interface on which Gloo listens if the user names none.
+    ``controller``: the way its ranks talk, "mpi" or "gloo". Gloo needs ``meeting``, host and port of a key-value
+    server, and, where the user sets none, ``timeout_seconds`` and the network interface on which it listens.
     """
     common: dict[str, str | None] = {
         "HOROVOD_CONTROLLER": controller,
-        # A bucket is fused already. Horovod's own fusion depends on timing, and with it the order in which an element
-        # is summed.
-        "HOROVOD_FUSION_THRESHOLD": "0",
+        "HOROVOD_FUSION_THRESHOLD": "0",  # it depends on timing, and with it the order of sums; buckets are fused
         # Operations have unique names and never hit the cache; but without it ranks exchange whole lists in every
         # cycle, also when idle, which takes 25% of a core instead of 5%.
         "HOROVOD_CACHE_CAPACITY": "1024",
-        # At its own level Horovod warns about the cache, which new names fill.
-        "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "error"),
-        # Horovod gets an operation when all ranks have submitted it; hvdkit's engine notices late ranks.
-        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "error"),  # warnings are about the full cache
+        "HOROVOD_STALL_CHECK_DISABLE": "1",  # hvdkit's engine notices late ranks
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": None,
         "HOROVOD_TIMELINE": None,  # hvdkit writes that file
         "HOROVOD_AUTOTUNE": None,  # it would choose another fusion
@@ -91,10 +77,8 @@ def horovod_variables(
         "HOROVOD_GLOO_IFACE": named_interface or interface or None,
         # Only Horovod's GPU operations use the node of a rank. A single node of all ranks contradicts nothing.
         "HOROVOD_HOSTNAME": "hvdkit",
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(size),
-        "HOROVOD_LOCAL_RANK": str(rank),
-        "HOROVOD_LOCAL_SIZE": str(size),
+        **dict.fromkeys(("HOROVOD_RANK", "HOROVOD_LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"), str(size)),
         "HOROVOD_CROSS_RANK": "0",
         "HOROVOD_CROSS_SIZE": "1",
     }

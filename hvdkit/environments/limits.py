@@ -7,9 +7,6 @@ import os
 import resource
 
 FILES_OF_A_RANK = 32  # that it has open at once, as measured
-_MANY = 1024  # files that are enough for most jobs
-_NO_THREAD, _NO_FOLDER = "can't start new thread", "No usable temporary directory"  # Python's words
-_FILES, _PROCESSES, _ROOM = (errno.EMFILE, errno.ENFILE), (errno.EAGAIN,), (errno.ENOSPC, errno.EDQUOT)
 
 
 def exhausted(error: BaseException) -> str | None:
@@ -18,20 +15,20 @@ def exhausted(error: BaseException) -> str | None:
     C++ libraries raise RuntimeError with the system's words in it.
     """
 
-    def is_due_to(numbers: tuple[int, ...]) -> bool:
+    def is_due_to(*numbers: int) -> bool:
         if isinstance(error, OSError):
             return error.errno in numbers
         return isinstance(error, RuntimeError) and any(os.strerror(number) in str(error) for number in numbers)
 
-    if is_due_to(_FILES):
+    if is_due_to(errno.EMFILE, errno.ENFILE):
         return files()
-    if is_due_to(_PROCESSES) or str(error) == _NO_THREAD:
+    if is_due_to(errno.EAGAIN) or str(error) == "can't start new thread":
         return processes()
-    if is_due_to((errno.ENOMEM,)) or isinstance(error, MemoryError):
+    if is_due_to(errno.ENOMEM) or isinstance(error, MemoryError):
         return memory()
-    if is_due_to(_ROOM):
+    if is_due_to(errno.ENOSPC, errno.EDQUOT):
         return room(str(getattr(error, "filename", None) or ""))
-    if isinstance(error, FileNotFoundError) and _NO_FOLDER in str(error):
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
         return f"no folder for temporary files can be written\nHINT: name one with TMPDIR ({error.strerror})"
     return None
 
@@ -44,36 +41,29 @@ def too_few_files(needed: int) -> str | None:
 
 def files(needed: int = 0) -> str:
     """Say that too few files may be open. ``needed``: the number of files, 0 if it is unknown."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = f", and {needed} are needed" if needed else ""
-    return (
-        f"too few files may be open: the limit of a process is {limit} (ulimit -n){more}\n"
-        f"HINT: raise it: ulimit -n {max(_MANY, 2 * needed)}"
-    )
+    fact = f"too few files may be open: the limit of a process is {_shown(resource.RLIMIT_NOFILE)} (ulimit -n){more}"
+    return f"{fact}\nHINT: raise it: ulimit -n {max(1024, 2 * needed)}"
 
 
 def processes() -> str:
     """Say that no process or thread can be started."""
-    return (
-        f"the system starts no more processes or threads for this user: the limit is {_shown(resource.RLIMIT_NPROC)} "
-        "(ulimit -u)\n"
-        "HINT: raise it: ulimit -u 4096; in a container raise its limit of processes; or end processes"
-    )
+    limit = f"{_shown(resource.RLIMIT_NPROC)} (ulimit -u)"
+    hint = "raise it: ulimit -u 4096; in a container raise its limit of processes; or end processes"
+    return f"the system starts no more processes or threads for this user: the limit is {limit}\nHINT: {hint}"
 
 
 def memory() -> str:
     """Say that there is no memory."""
-    return (
-        f"the system gives no more memory: the limit of a process is {_shown(resource.RLIMIT_AS, 1024, ' KiB')} "
-        "(ulimit -v)\n"
-        "HINT: raise it: ulimit -v unlimited; or start fewer ranks on this host"
-    )
+    limit = f"{_shown(resource.RLIMIT_AS, 1024, ' KiB')} (ulimit -v)"
+    hint = "raise it: ulimit -v unlimited; or start fewer ranks on this host"
+    return f"the system gives no more memory: the limit of a process is {limit}\nHINT: {hint}"
 
 
 def room(path: str = "") -> str:
     """Say that a disk is full."""
-    where = path or "temporary files"
-    return f"there is no room left for {where}\nHINT: make room there, or name another folder with TMPDIR"
+    hint = "make room there, or name another folder with TMPDIR"
+    return f"there is no room left for {path or 'temporary files'}\nHINT: {hint}"
 
 
 def _shown(limit: int, unit: int = 1, words: str = "") -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import psutil
 
@@ -40,10 +41,8 @@ def interface_address(interface: str) -> str:
         for entry in interfaces.get(interface, []):
             if entry.family == family and "%" not in entry.address:
                 return str(entry.address)
-    raise LookupError(
-        f"there is no network interface {interface!r} with an address on {socket.gethostname()}, "
-        f"only {', '.join(sorted(interfaces))}"
-    )
+    fact = f"there is no network interface {interface!r} with an address on {socket.gethostname()}"
+    raise LookupError(f"{fact}, only {', '.join(sorted(interfaces))}")
 
 
 def own_addresses() -> list[str]:
@@ -92,23 +91,15 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(towards: str | None = None) -> str:
-    """Return an address of this host that other hosts reach.
+    """Return an address of this host that other hosts reach; without a network, the loopback address.
 
-    The address of this host's name comes first, then the address on the route to the host ``towards``, then on the
-    route out of this host; without a network, the loopback address.
+    The address of this host's name comes first, then that on the route to ``towards``, then on the route out of here.
     """
-    lookups: list[Callable[[], list[str]]] = [
-        lambda: addresses_of(socket.gethostname()),
-        lambda: [address_towards(towards or _ELSEWHERE)],
-        lambda: [address_towards(_ELSEWHERE)],
-    ]
-    for lookup in lookups:
-        try:
-            for address in lookup():
+    for host in (None, towards or _ELSEWHERE, _ELSEWHERE):
+        with contextlib.suppress(OSError):
+            for address in addresses_of(socket.gethostname()) if host is None else [address_towards(host)]:
                 if not is_loopback(address) and is_own(address):
                     return address
-        except OSError:
-            continue
     return LOOPBACK
 
 
@@ -124,10 +115,7 @@ def job_secret(environ: Mapping[str, str] | None = None) -> bytes | None:
         # O_NONBLOCK: a pipe without a writer is refused below, not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        hint = (
-            "the same file must be on every host, and in every container; one that you name when you start hvdkitrun "
-            "takes the place of the one that it makes"
-        )
+        hint = "the same file must be on every host and in every container; hvdkitrun makes one only if you name none"
         raise _refused_secret(path, f"cannot be read: {error.strerror}", hint) from error
     try:
         status = os.fstat(descriptor)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
-import psutil
-
 import hvdkit
-from hvdkit import as_horovod, environments, kernels
+from hvdkit import environments, kernels
 from hvdkit.errors import EnvironmentConflictError
 from hvdkit.launch.mpi import find_mpirun
 
@@ -86,13 +79,7 @@ def look() -> list[Finding]:
     return [
         *_frameworks(answers["torch"], answers["tensorflow"], answers["keras"]),
         *_transports(answers["torch"], answers["tensorflow"], answers["mpi4py"]),
-        _horovod(),
-        _mpirun(),
-        _launcher(),
-        _interfaces(),
-        _shared_memory(),
-        _kernels(),
-        _compiler(),
+        *(finding() for finding in (_mpirun, _launcher, _shared_memory, _kernels, _compiler)),
     ]
 
 
@@ -117,59 +104,35 @@ def check_build(findings: Iterable[Finding]) -> str:
 
 def probe(programs: Mapping[str, str]) -> dict[str, dict[str, Any] | str]:
     """Run a short program about each module in a process of its own; return its answer, or the reason for none."""
-    processes: dict[str, subprocess.Popen[str] | None] = {}
-    try:
-        for module, program in programs.items():
-            processes[module] = None
-            if importlib.util.find_spec(module) is not None:
-                command = [sys.executable, "-c", _PROBE + program]
-                processes[module] = subprocess.Popen(  # noqa: S603 (a program of this file)
-                    command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
-                )
-        return {module: _answer(module, process) for module, process in processes.items()}
-    finally:  # Ctrl-C does not reach them
-        for process in filter(None, processes.values()):
-            _kill(process)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(programs, pool.map(_answer, programs, programs.values()), strict=True))
 
 
-def _answer(module: str, process: subprocess.Popen[str] | None) -> dict[str, Any] | str:
-    if process is None:
+def _answer(module: str, program: str) -> dict[str, Any] | str:
+    if importlib.util.find_spec(module) is None:
         return NOT_INSTALLED
+    command = [sys.executable, "-c", _PROBE + program]
     try:
-        out, err = process.communicate(timeout=PROBE_SECONDS)
+        done = subprocess.run(  # noqa: S603 (a program of this file)
+            command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        _kill(process)
-        return f"{version_of(module)} is installed, but cannot be imported within {PROBE_SECONDS} s"
-    answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
-    if process.returncode != 0 or not answers:
-        last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return f"{version_of(module)} is installed, but cannot be imported: {last}"
+        return f"installed, but cannot be imported within {PROBE_SECONDS} s"
+    answers = [line.removeprefix(_MARK) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode != 0 or not answers:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return f"installed, but cannot be imported: {last}"
     answer: dict[str, Any] = json.loads(answers[0])
     return answer
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def version_of(module: str) -> str:
-    """Return the version of an installed module's distribution."""
-    for distribution in importlib.metadata.packages_distributions().get(module, [module]):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a folder without a distribution
-            return importlib.metadata.version(distribution)
-    return "unknown version"
-
-
 def _frameworks(torch: Any, tensorflow: Any, keras: Any) -> list[Finding]:
-    none = torch == tensorflow == NOT_INSTALLED
+    has_none = torch == tensorflow == NOT_INSTALLED
     findings = []
     for name, answer in (("PyTorch", torch), ("TensorFlow", tensorflow)):
         if answer == NOT_INSTALLED:
-            hint = "pip install 'hvdkit[torch]' or 'hvdkit[tensorflow]'" if none else ""
-            findings.append(Finding(name, False if none else None, answer, hint))
+            hint = "pip install 'hvdkit[torch]' or 'hvdkit[tensorflow]'" if has_none else ""
+            findings.append(Finding(name, False if has_none else None, answer, hint))
         elif isinstance(answer, str):
             findings.append(Finding(name, False, answer, f"install {name} again"))
         else:
@@ -185,30 +148,19 @@ def _frameworks(torch: Any, tensorflow: Any, keras: Any) -> list[Finding]:
 def _transports(torch: Any, tensorflow: Any, mpi: Any) -> list[Finding]:
     gloo, nccl = (not isinstance(torch, str) and torch[name] for name in ("gloo", "nccl"))
     gpus = max(0 if isinstance(answer, str) else answer["gpus"] for answer in (torch, tensorflow))
-    if isinstance(mpi, str):
-        none = not gloo
-        mpi_finding = Finding(
-            "MPI", False if none else None, f"mpi4py {mpi}", "pip install 'hvdkit[mpi]'" if none else ""
-        )
+    if not isinstance(mpi, str):
+        by_mpi = Finding("MPI", True, f"mpi4py {mpi['version']} on {mpi['library']}")
+    elif gloo:
+        by_mpi = Finding("MPI", None, f"mpi4py {mpi}")
     else:
-        mpi_finding = Finding("MPI", True, f"mpi4py {mpi['version']} on {mpi['library']}")
-    if gpus and nccl:
-        nccl_finding = Finding("NCCL", True, f"of PyTorch, for {gpus} GPUs")
-    elif gpus:
-        hint = "install a PyTorch for CUDA: tensors of GPUs go through host memory without"
-        nccl_finding = Finding("NCCL", False, "not there", hint)
-    else:
-        nccl_finding = Finding("NCCL", None, "no GPU")
-    gloo_finding = Finding("Gloo", True if gloo else None, "of PyTorch" if gloo else "comes with PyTorch")
-    return [mpi_finding, gloo_finding, nccl_finding]
-
-
-def _horovod() -> Finding:
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or not spec.origin or as_horovod.FOLDER in Path(spec.origin).parents:
-        return Finding("Horovod", None, f"{NOT_INSTALLED}; not needed")
-    built = [name for name in ("torch", "tensorflow") if [*Path(spec.origin).parent.glob(f"{name}/mpi_lib*.so")]]
-    return Finding("Horovod", None, f"{version_of('horovod')}, built for {' and '.join(built) or 'no framework'}")
+        by_mpi = Finding("MPI", False, f"mpi4py {mpi}", "pip install 'hvdkit[mpi]'")
+    by_gloo = Finding("Gloo", True, "of PyTorch") if gloo else Finding("Gloo", None, "comes with PyTorch")
+    if not gpus:
+        return [by_mpi, by_gloo, Finding("NCCL", None, "no GPU")]
+    if nccl:
+        return [by_mpi, by_gloo, Finding("NCCL", True, f"of PyTorch, for {gpus} GPUs")]
+    hint = "install a PyTorch for CUDA: tensors of GPUs go through host memory without"
+    return [by_mpi, by_gloo, Finding("NCCL", False, "not there", hint)]
 
 
 def _mpirun() -> Finding:
@@ -229,29 +181,11 @@ def _launcher() -> Finding:
     return Finding("launcher", True, f"{world.launcher}: rank {world.rank} of {world.size}")
 
 
-def _interfaces() -> Finding:
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    addresses = [
-        (name, entry.address)
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
-    ]
-    has_network = any(not address.startswith(("127.", "::1")) for _, address in addresses)
-    text = ", ".join(f"{name} {address}" for name, address in addresses) or "none is up"
-    hint = "" if has_network else "this machine can only run jobs of its own"
-    return Finding("interfaces", has_network or None, text, hint)
-
-
 def _shared_memory() -> Finding:
-    problem = "" if hasattr(os, "memfd_create") else "no memfd_create"
-    if not problem:
-        try:
-            os.close(os.memfd_create("hvdkit-doctor", os.MFD_CLOEXEC))
-        except OSError as error:
-            problem = str(error)
-    if problem:
-        return Finding("shared memory", False, f"none: {problem}", "ranks of a node send each other messages")
+    try:
+        os.close(os.memfd_create("hvdkit-doctor", os.MFD_CLOEXEC))
+    except (AttributeError, OSError) as error:
+        return Finding("shared memory", False, f"none: {error}", "ranks of a node send each other messages")
     if kernels.backend() != "native":
         return Finding("shared memory", None, "not used", "it needs the native kernels; see below")
     return Finding("shared memory", True, "memory files, which /dev/shm's size does not limit")
@@ -269,5 +203,4 @@ def _kernels() -> Finding:
 
 def _compiler() -> Finding:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    # The finding about the kernels says if a compiler is missing.
     return Finding("C++ compiler", None if compiler is None else True, compiler or "none")

@@ -21,8 +21,8 @@ FILE = "failure.txt"
 class Failures:
     """The failure records of all ranks. ``verbose``: print every traceback as it comes.
 
-    Otherwise the first record is printed at once, for a failed rank may take long to end: folded, or as a line if
-    another rank caused the failure, since that rank's own record may follow. The rest is printed at the job's end.
+    Otherwise print the first at once, for a failed rank may take long to end: folded, or as a line if another rank
+    caused the failure, since that rank's own record may follow. Print the rest at the job's end.
     """
 
     def __init__(self, verbose: bool = False) -> None:
@@ -31,7 +31,7 @@ class Failures:
         self.times: dict[int, float] = {}  # of the records' arrival, on the monotonic clock
         self._verbose = verbose
         self._shown: set[int] = set()  # ranks of which the record or its line was printed
-        self._folded: set[int] = set()  # ranks of which the record was printed
+        self._has_shown_a_record = False
 
     def take(self, rank: int, record: Record, traceback: str) -> bool:
         """Add a rank's record. Return False if it has one already, since its command may start several processes."""
@@ -54,19 +54,16 @@ class Failures:
         if rank in self._shown and len(error[0]) <= LONGEST_LINE:  # a longer line was cut off
             del error[0]
         self._shown.add(rank)
-        self._folded.add(rank)
+        self._has_shown_a_record = True
         waited = "another rank" if missed in (None, rank) else f"rank {missed}"
         how = "failed" if record.after is None else f"waited for {waited}"
         _print([f"{SAYS}rank {rank} {how}:", *record.frames.splitlines(), *error])
 
     def show_rest(self, first: int | None, folder: Path | None) -> None:
-        """Print the rest at the job's end, and keep all tracebacks in ``folder``, or in a temporary file if None.
-
-        ``first``: the rank that failed first, if it is known.
-        """
+        """Print the rest after rank ``first`` failed; keep all tracebacks in ``folder``, else in a temporary file."""
         if not self.records or self._verbose:
             return
-        if not self._folded:  # a rank left without a record: show the first rank that missed it
+        if not self._has_shown_a_record:  # a rank left without a record: show the first rank that missed it
             self._show(first if first in self.records else next(iter(self.records)), first)
         _print(others(self.records, self._shown))
         text = "".join(f"rank {rank}:\n{self._text(rank)}" for rank in sorted(self.records))
@@ -84,10 +81,9 @@ class Failures:
             _print([f"{SAYS}all tracebacks are in {path}, or shown with --verbose"])
 
     def first(self, ended: int, by_signal: bool, at: float) -> int:
-        """Return the rank that failed first.
+        """Return the rank that failed first, where the end of ``ended`` at the monotonic time ``at`` ended the job.
 
-        ``ended``: the rank whose end ended the job, ``by_signal`` or not, at the monotonic time ``at``. The launcher
-        then ends the other ranks and causes their failures: their records count only if they blame a rank.
+        The launcher then ends the other ranks and causes their failures: their records count only if they blame a rank.
         """
         records = {
             rank: record
@@ -107,10 +103,10 @@ def _print(lines: Iterable[str]) -> None:
 
 
 def first_to_fail(records: Mapping[int, Record], ended: int, by_signal: bool) -> int:
-    """Return the rank that failed first. ``records`` are by rank, in the order of their arrival.
+    """Return the rank that failed first. ``records`` are in the order of their arrival; ``ended`` ended the job.
 
-    ``ended`` is the rank whose end ended the job, ``by_signal`` or not. A rank that fails because of the loss of
-    another rank may end before it. A rank that leaves in good order ends no job, though others may need it.
+    A rank that fails because of the loss of another rank may end before it. A rank that leaves in good order ends no
+    job, though others may need it.
     """
     if ended not in records and by_signal:
         return ended
@@ -135,17 +131,11 @@ def others(records: Mapping[int, Record], shown: Iterable[int]) -> list[str]:
 
 def shortened(error: str) -> str:
     """Return the first line of an error, without the path of its class."""
-    line = next(iter(error.splitlines()), "")
-    kind = re.match(r"[\w.]*\.(?=\w+(?::|$))", line)
-    return cut_off(line[kind.end() :] if kind else line, LONGEST_LINE)
+    return cut_off(re.sub(r"^[\w.]*\.(?=\w+(?::|$))", "", error.partition("\n")[0]), LONGEST_LINE)
 
 
 def spans(ranks: list[int]) -> str:
     """Return sorted ranks as text, with consecutive ranks as a span: "0, 2-63"."""
-    result: list[list[int]] = []
-    for rank in ranks:
-        if result and rank == result[-1][-1] + 1:
-            result[-1] = [result[-1][0], rank]
-        else:
-            result.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in result)
+    begins = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(f"{begin}-{end}" if end > begin else f"{begin}" for begin, end in zip(begins, ends, strict=True))

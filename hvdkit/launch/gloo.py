@@ -7,8 +7,9 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
+from typing import NamedTuple
 
 import psutil
 
@@ -19,12 +20,8 @@ from hvdkit.launch.hosts import Placement
 from hvdkit.launch.job import LaunchJob, for_other_hosts
 from hvdkit.launch.supervise import WORKER, Child
 
-_PORTS = (20000, 32767)  # below the ports that Linux hands out itself
-_SECRET_BYTES = 32
 
-
-@dataclass(frozen=True)
-class MeetingPoint:
+class MeetingPoint(NamedTuple):
     """The address at which rank 0 listens; ``socket`` is open already if rank 0 runs on this machine."""
 
     address: str
@@ -34,14 +31,11 @@ class MeetingPoint:
 
 @contextmanager
 def meeting_point(job: LaunchJob) -> Iterator[MeetingPoint]:
-    """Choose where the ranks meet, and hold the port open for rank 0 if rank 0 runs on this machine.
-
-    ``children`` takes the socket: a copy that stays open here would keep the port open for the whole job.
-    """
+    """Choose where the ranks meet. If rank 0 runs on this machine, hold the port open until ``children`` takes it."""
     first = job.placements[0].host
     if first in job.remote:
-        # No port can be opened there in advance. If another program has taken it, rank 0 says so when it starts.
-        yield MeetingPoint(first, random.SystemRandom().randint(*_PORTS))
+        # A port that no program should have, below those that Linux hands out itself; rank 0 says so if one has it.
+        yield MeetingPoint(first, random.SystemRandom().randint(20000, 32767))
         return
     others = [placement.host for placement in job.placements if placement.host in job.remote]
     address = own_address(others[0], job.options.interfaces, job.ssh.port or 22) if others else LOOPBACK
@@ -51,33 +45,22 @@ def meeting_point(job: LaunchJob) -> Iterator[MeetingPoint]:
 
 
 def own_address(other: str, interfaces: list[str], port: int) -> str:
-    """Return this machine's address for another host: that of the first interface, else on the route to the host.
-
-    Raises UsageError for an interface that does not exist.
-    """
+    """Return this machine's address for another host: that of the first interface, else on the route to the host."""
     try:
-        if interfaces:
-            return network.interface_address(interfaces[0])
-        return network.address_towards(other, port)
+        return network.interface_address(interfaces[0]) if interfaces else network.address_towards(other, port)
     except LookupError as error:
         raise UsageError(f"{error.args[0]}\nHINT: choose one of them, or leave --network-interfaces away") from error
     except OSError as error:  # the host's name may be known to ssh only
-        raise LaunchError(
-            f"cannot find the address under which host {other} sees this machine: {error}\n"
-            "HINT: name the network interface that leads there with --network-interfaces"
-        ) from error
+        hint = "name the network interface that leads there with --network-interfaces"
+        fact = f"cannot find the address under which host {other} sees this machine: {error}"
+        raise LaunchError(f"{fact}\nHINT: {hint}") from error
 
 
 def rank_environment(job: LaunchJob, placement: Placement, point: MeetingPoint) -> dict[str, str]:
     """Return the variables of a single rank: the job's, its place in the job, and where the ranks meet."""
     environment = {
         **(for_other_hosts(job.environment) if placement.host in job.remote else job.environment),
-        "HVDKIT_RANK": str(placement.rank),
-        "HVDKIT_SIZE": str(placement.size),
-        "HVDKIT_LOCAL_RANK": str(placement.local_rank),
-        "HVDKIT_LOCAL_SIZE": str(placement.local_size),
-        "HVDKIT_CROSS_RANK": str(placement.cross_rank),
-        "HVDKIT_CROSS_SIZE": str(placement.cross_size),
+        **{f"HVDKIT_{name.upper()}": str(number) for name, number in asdict(placement).items() if name != "host"},
         "HVDKIT_RENDEZVOUS_ADDR": point.address,
         "HVDKIT_RENDEZVOUS_PORT": str(point.port),
     }
@@ -93,20 +76,18 @@ def rank_environment(job: LaunchJob, placement: Placement, point: MeetingPoint) 
 
 def children(job: LaunchJob, point: MeetingPoint) -> list[Child]:
     """Return a worker for every rank, in rank order."""
-    result = []
-    secret = "" if job.environment.get("HVDKIT_SECRET_FILE") else secrets.token_hex(_SECRET_BYTES)
-    for placement in job.placements:
-        environment = rank_environment(job, placement, point)
-        listener = point.socket if placement.rank == 0 else None
-        result.append(
-            Child(
-                command=job.options.command,
-                environment=environment,
-                receive=partial(job.output.write, placement.rank),
-                # hvdkit must lie at the same path there.
-                remote=job.ssh.argv(placement.host, WORKER) if placement.host in job.remote else [],
-                pass_fds=() if listener is None else (listener.detach(),),  # closed here when the child has it
-                secret=secret,
-            )
+    secret = "" if job.environment.get("HVDKIT_SECRET_FILE") else secrets.token_hex(32)
+    result = [
+        Child(
+            command=job.options.command,
+            environment=rank_environment(job, placement, point),
+            receive=partial(job.output.write, placement.rank),
+            # hvdkit must lie at the same path there.
+            remote=job.ssh.argv(placement.host, WORKER) if placement.host in job.remote else [],
+            secret=secret,
         )
+        for placement in job.placements
+    ]
+    if point.socket is not None:
+        result[0].pass_fds = (point.socket.detach(),)  # closed here when the child has it
     return result

@@ -1,42 +1,37 @@
-"""The flags of ``horovodrun`` that hvdkit has no use for: accepted with a note on stderr, or refused with a way out.
+"""The flags of ``horovodrun`` that hvdkit has no use for, spelled as in Horovod 0.28.1 (``horovod/runner/launch.py``).
 
-hvdkitrun accepts flags that a job can do without, so that a command line for horovodrun starts the same job. It refuses
-flags that would change which processes run. Spelled as in Horovod 0.28.1, ``horovod/runner/launch.py``.
+hvdkitrun accepts those that a job can do without, with a note on stderr, so that a command line for horovodrun starts
+the same job. It refuses those that would change which processes run, with a way out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hvdkit.launch import UsageError
 
-# The reason why flags have no effect: flags without a value, flags with a value.
+# The reason why flags have no effect, and the flags, with "=" where a value follows.
 _NO_EFFECT = {
-    "there is nothing to tune by trial: --fusion-threshold-mb and --cycle-time-ms stay as they are": (
-        "--autotune --no-autotune",
-        "--autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample "
-        "--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise",
-    ),
-    "hvdkit chooses the algorithm itself": (
-        "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather "
-        "--torus-allreduce --no-torus-allreduce",
-        "",
-    ),
-    "hvdkit asks MPI for what its threads need": ("--mpi-threads-disable --no-mpi-threads-disable", ""),
-    "choose MPI's networks with --mpi-args, as in --mpi-args='--mca btl tcp,self'": ("--tcp", ""),
+    "there is nothing to tune by trial: --fusion-threshold-mb and --cycle-time-ms stay as they are": "--autotune "
+    "--no-autotune --autotune-log-file= --autotune-warmup-samples= --autotune-steps-per-sample= "
+    "--autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise=",
+    "hvdkit chooses the algorithm itself": "--hierarchical-allreduce --no-hierarchical-allreduce "
+    "--hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce",
+    "hvdkit asks MPI for what its threads need": "--mpi-threads-disable --no-mpi-threads-disable",
+    "choose MPI's networks with --mpi-args, as in --mpi-args='--mca btl tcp,self'": "--tcp",
     "the program's own `logging` says how hvdkit's lines look; --prefix-output-with-timestamp stamps all lines": (
-        "--log-with-timestamp --no-log-hide-timestamp",
-        "",
+        "--log-with-timestamp --no-log-hide-timestamp"
     ),
-    "every lane has a stream of its own": ("", "--num-nccl-streams"),
-    "the operating system places hvdkit's thread; taskset or mpirun's binding confine it": ("", "--thread-affinity"),
-    "set HVDKIT_TIMEOUT_SECONDS: how long a rank may give no sign of life": ("", "--gloo-timeout-seconds"),
-    "hand them to mpirun with --mpi-args": ("", "--binding-args"),
+    "every lane has a stream of its own": "--num-nccl-streams=",
+    "the operating system places hvdkit's thread; taskset or mpirun's binding confine it": "--thread-affinity=",
+    "set HVDKIT_TIMEOUT_SECONDS: how long a rank may give no sign of life": "--gloo-timeout-seconds=",
+    "hand them to mpirun with --mpi-args": "--binding-args=",
 }
 # hvdkit behaves in this way already: its log lines carry no time of their own.
-_GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
+GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
 _COOLDOWN = "--blacklist-cooldown-range"  # the only flag with two values
 # The reason why flags are refused, and what to do instead: the flags.
 _REFUSED = {
@@ -51,33 +46,28 @@ _REFUSED = {
     ): "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit "
     f"{_COOLDOWN} --host-discovery-script",
 }
-_REASONS = {flag: why for why, groups in _NO_EFFECT.items() for group in groups for flag in group.split()}
-_REFUSALS = {flag: refusal for refusal, flags in _REFUSED.items() for flag in flags.split()}
-
-
-class _AddFlag(argparse.Action):
-    """An action that adds the flag itself to a list."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), option])
+REASONS = {flag.rstrip("="): why for why, flags in _NO_EFFECT.items() for flag in flags.split()}
+REFUSALS = {flag: refusal for refusal, flags in _REFUSED.items() for flag in flags.split()}
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add these flags to the parser, which lists the given flags as ``without_effect`` and ``refused``."""
+    add = partial(parser.add_argument, help=argparse.SUPPRESS)
 
-    def add(flags: str, dest: str, nargs: Any) -> None:
-        for flag in flags.split():
-            parser.add_argument(flag, action=_AddFlag, nargs=nargs, dest=dest, help=argparse.SUPPRESS)
+    def itself(flag: str) -> Callable[[str], str]:
+        return lambda value: flag
 
-    for switches, valued in _NO_EFFECT.values():
-        add(switches, "without_effect", 0)
-        add(valued, "without_effect", None)
-    for flag in _REFUSALS:
-        add(flag, "refused", 2 if flag == _COOLDOWN else "?")
-    for flag in _GRANTED:
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in " ".join(_NO_EFFECT.values()).split():
+        if flag.endswith("="):
+            add(flag[:-1], action="append", type=itself(flag[:-1]), dest="without_effect")
+        else:
+            add(flag, action="append_const", const=flag, dest="without_effect")
+    for flag in REFUSALS:
+        once = {"action": "append", "nargs": "?", "const": flag}
+        how: dict[str, Any] = {"action": "extend", "nargs": 2} if flag == _COOLDOWN else once
+        add(flag, type=itself(flag), dest="refused", **how)
+    for flag in GRANTED:
+        add(flag, action="store_true")
     parser.set_defaults(without_effect=[], refused=[])
     parser.epilog = (
         "All other flags of horovodrun are known too: those for tuning what hvdkit need not tune are accepted with "
@@ -87,7 +77,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def notes(given: Sequence[str]) -> list[str]:
     """Return a line for stderr about each given flag without effect."""
-    return [f"{flag} has no effect: {_REASONS[flag]}" for flag in dict.fromkeys(given)]
+    return [f"{flag} has no effect: {REASONS[flag]}" for flag in dict.fromkeys(given)]
 
 
 def refuse(given: Sequence[str]) -> None:
@@ -95,18 +85,9 @@ def refuse(given: Sequence[str]) -> None:
     if given:
         flags_of: dict[tuple[str, str], list[str]] = {}
         for flag in dict.fromkeys(given):
-            flags_of.setdefault(_REFUSALS[flag], []).append(flag)
-        facts = "; ".join(f"{_listed(flags)} not supported: {fact}" for (fact, _), flags in flags_of.items())
-        raise UsageError(f"{facts}\nHINT: {'; '.join(instead for _, instead in flags_of)}")
-
-
-def _listed(flags: list[str]) -> str:
-    return f"{', '.join(flags[:-1])} and {flags[-1]} are" if len(flags) > 1 else f"{flags[0]} is"
-
-
-def reasons() -> dict[str, str]:
-    """Return the effect of each of these flags, for the documentation."""
-    without_effect = {flag: f"no effect: {reason}" for flag, reason in _REASONS.items()}
-    granted = dict.fromkeys(_GRANTED, "is so already")
-    refused = {flag: f"refused: {fact}; {instead}" for flag, (fact, instead) in _REFUSALS.items()}
-    return without_effect | granted | refused
+            flags_of.setdefault(REFUSALS[flag], []).append(flag)
+        facts = []
+        for (fact, _), flags in flags_of.items():
+            subject = f"{', '.join(flags[:-1])} and {flags[-1]} are" if len(flags) > 1 else f"{flags[0]} is"
+            facts.append(f"{subject} not supported: {fact}")
+        raise UsageError(f"{'; '.join(facts)}\nHINT: {'; '.join(instead for _, instead in flags_of)}")

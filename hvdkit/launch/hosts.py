@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from hvdkit.launch import UsageError
 
 _NAME = r"(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])"  # a leading dash would be an option of ssh
-_HOST = re.compile(rf"(?P<name>{_NAME}):(?P<slots>\d+)", re.ASCII)
-_FILE_LINE = re.compile(rf"(?P<name>{_NAME})(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<colon>\d+))?", re.ASCII)
+_HOST = re.compile(rf"(?P<name>{_NAME}):(\d+)", re.ASCII)
+_FILE_LINE = re.compile(rf"(?P<name>{_NAME})(?:\s+slots\s*=\s*(\d+)|:(\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -35,50 +36,36 @@ class Placement:
 
 def parse_hosts(text: str) -> list[Host]:
     """Return the hosts of ``h1:2,h2:2``."""
-    hosts = []
-    for entry in text.split(","):
-        match = _HOST.fullmatch(entry.strip())
-        if match is None or int(match["slots"]) < 1:
-            raise UsageError(
-                f"cannot read {entry.strip()!r} in the host list {text!r}\n"
-                "HINT: write each host as name:slots, joined by commas, as in -H host1:2,host2:4"
-            )
-        hosts.append(_host(match, int(match["slots"])))
+    hint = "write each host as name:slots, joined by commas, as in -H host1:2,host2:4"
+    entries = [entry.strip() for entry in text.split(",")]
+    hosts = [_host(_HOST, entry, f"{entry!r} in the host list {text!r}\nHINT: {hint}") for entry in entries]
     return _without_doubles(hosts, text)
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
     """Return the hosts of a file with lines ``name slots=N``; ``#`` starts a comment, the default is a single slot."""
-    hosts = []
+    hosts, hint = [], "write each host on its own line as: host1 slots=2"
     for number, line in enumerate(text.splitlines(), start=1):
-        line = line.partition("#")[0].strip()
-        if not line:
-            continue
-        match = _FILE_LINE.fullmatch(line)
-        slots = int(match["slots"] or match["colon"] or 1) if match else 0
-        if match is None or slots < 1:
-            raise UsageError(
-                f"cannot read line {number} of the host file {path}: {line!r}\n"
-                "HINT: write each host on its own line as: host1 slots=2"
-            )
-        hosts.append(_host(match, slots))
+        if line := line.partition("#")[0].strip():
+            hosts.append(_host(_FILE_LINE, line, f"line {number} of the host file {path}: {line!r}\nHINT: {hint}"))
     if not hosts:
         raise UsageError(f"the host file {path} names no host\nHINT: write a line such as: host1 slots=2")
     return _without_doubles(hosts, path)
 
 
-def _host(match: re.Match[str], slots: int) -> Host:
-    # Brackets keep the colons of an IPv6 address from the slots.
-    return Host(match["name"].strip("[]"), slots)
+def _host(pattern: re.Pattern[str], text: str, about: str) -> Host:
+    """Return the host in a text. Raises UsageError, ``about`` the text."""
+    match = pattern.fullmatch(text)
+    if match is None or (slots := int(next(filter(None, match.groups()[1:]), 1))) < 1:
+        raise UsageError(f"cannot read {about}")
+    return Host(match["name"].strip("[]"), slots)  # brackets keep the colons of an IPv6 address from the slots
 
 
 def _without_doubles(hosts: list[Host], where: str) -> list[Host]:
     names = [host.name for host in hosts]
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise UsageError(
-            f"{', '.join(doubles)} stands more than once in {where!r}\nHINT: name each host once, with all its slots"
-        )
+    if doubles := sorted({name for name in names if names.count(name) > 1}):
+        hint = "name each host once, with all its slots"
+        raise UsageError(f"{', '.join(doubles)} stands more than once in {where!r}\nHINT: {hint}")
     return hosts
 
 
@@ -86,21 +73,15 @@ def assign_slots(hosts: list[Host], size: int) -> list[Placement]:
     """Return the placements of ranks 0 to size - 1; each host is filled before the next."""
     available = sum(host.slots for host in hosts)
     if size > available:
-        raise UsageError(
-            f"-np {size} asks for more processes than there are slots ({available}) on "
-            f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)}\n"
-            f"HINT: lower -np to {available}, or raise the slots after the colon; more slots than cores are allowed"
-        )
-    used: list[tuple[str, int]] = []
-    remaining = size
-    for host in hosts:
-        if count := min(host.slots, remaining):
-            used.append((host.name, count))
-        remaining -= count
-    placements: list[Placement] = []
-    for index, (name, count) in enumerate(used):
-        for local_rank in range(count):
-            cross_size = sum(other > local_rank for _, other in used)
-            cross_rank = sum(other > local_rank for _, other in used[:index])
-            placements.append(Placement(name, len(placements), size, local_rank, count, cross_rank, cross_size))
+        slots = f"slots ({available}) on {', '.join(f'{host.name}:{host.slots}' for host in hosts)}"
+        hint = f"lower -np to {available}, or raise the slots after the colon; more slots than cores are allowed"
+        raise UsageError(f"-np {size} asks for more processes than there are {slots}\nHINT: {hint}")
+    places = [(host.name, local_rank) for host in hosts for local_rank in range(host.slots)][:size]
+    local_sizes, cross_sizes = Counter(name for name, _ in places), Counter(local_rank for _, local_rank in places)
+    seen: Counter[int] = Counter()
+    placements = []
+    for rank, (name, local_rank) in enumerate(places):
+        cross_rank, cross_size = seen[local_rank], cross_sizes[local_rank]
+        placements.append(Placement(name, rank, size, local_rank, local_sizes[name], cross_rank, cross_size))
+        seen[local_rank] += 1
     return placements

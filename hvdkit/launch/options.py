@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,59 +15,46 @@ from hvdkit.launch import UsageError, horovod_flags
 from hvdkit.launch.hosts import Host, parse_hostfile, parse_hosts
 
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-_TITLES = {"positional arguments": "what runs", "options": "the job"}  # argparse's titles, and the documentation's
 
 
 @dataclass(frozen=True)
 class Options:
-    """The job that the command line describes.
-
-    controller: ``"mpi"``, ``"gloo"`` or None without such a flag. transport: the value of HVDKIT_TRANSPORT.
-    settings: HOROVOD_ variables that flags set. notes: lines for stderr about flags without effect.
-    start_timeout, stop_grace: seconds.
-    """
+    """The job that the command line describes."""
 
     command: list[str]
     size: int
     hosts: list[Host]
-    controller: str | None = None
-    transport: str = "auto"
+    controller: str | None = None  # "mpi" or "gloo" if such a flag was given
+    transport: str = "auto"  # the value of HVDKIT_TRANSPORT
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     interfaces: list[str] = field(default_factory=list)
     mpi_args: str = ""
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)  # HOROVOD_ variables that flags set
     output_folder: Path | None = None
     timestamps: bool = False
-    start_timeout: float = 30.0
+    start_timeout: float = 30.0  # seconds
     stop_grace: float = 10.0
     verbose: bool = False
     as_horovod: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # for stderr, about flags without effect
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"{message}\nHINT: hvdkitrun --help lists all flags; hvdkitrun -np 4 python train.py is a start"
-        )
+        hint = "hvdkitrun --help lists all flags; hvdkitrun -np 4 python train.py is a start"
+        raise UsageError(f"{message}\nHINT: {hint}")
 
 
-class _Setting(argparse.Action):
-    """An action that puts a variable into ``settings``. ``const``: the variable, and its value for a switch."""
+def _at_least(
+    lowest: float, kind: Callable[[str], float], factor: int = 1, or_more: bool = True
+) -> Callable[[str], float]:
+    """Return the parser of a number that is ``lowest`` or more, or that must be more, times ``factor``."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        variable, value = self.const
-        namespace.settings = {**namespace.settings, variable: str(values) if value is None else value}
-
-
-def _at_least(lowest: float, kind: Callable[[str], float], factor: int = 1) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not value >= lowest:
-            raise argparse.ArgumentTypeError(f"{text} is smaller than {lowest}")
+        if not value >= lowest or (value == lowest and not or_more):
+            raise argparse.ArgumentTypeError(f"{text} is {'smaller' if or_more else 'no larger'} than {lowest}")
         if value == float("inf"):
             raise argparse.ArgumentTypeError(f"{text} is too large")
         return value * factor
@@ -76,16 +62,6 @@ def _at_least(lowest: float, kind: Callable[[str], float], factor: int = 1) -> C
     # argparse puts this name into its message about text that is no number.
     parse.__name__ = "whole number" if kind is int else "number"
     return parse
-
-
-def _above_zero(text: str) -> float:
-    value = _at_least(0, float)(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("0 seconds are too few")
-    return value
-
-
-_above_zero.__name__ = "number"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,15 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
     add("--verbose", action="store_true", help="print hosts and command lines")
     start_help = "seconds to reach all hosts, and for all processes to meet (30)"
-    add("--start-timeout", type=_above_zero, metavar="S", help=start_help)
+    add("--start-timeout", type=_at_least(0, float, or_more=False), metavar="S", help=start_help)
     grace_help = "seconds that all processes have to save after SIGTERM, before SIGKILL (10)"
     add("--stop-grace", type=_at_least(0, float), metavar="S", help=grace_help)
     add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
-    names, stamp_help = (
-        ("-prefix-timestamp", "--prefix-output-with-timestamp"),
-        "begin each line of output with the time",
-    )
-    add(*names, action="store_true", dest="timestamps", help=stamp_help)
+    about = "begin each line of output with the time"
+    add("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", dest="timestamps", help=about)
     names, networks_help = ("--network-interfaces", "--network-interface"), "the networks that the job uses, as eth1"
     add(*names, action="append", dest="interfaces", metavar="I1,I2", default=[], help=networks_help)
     add("--as-horovod", action="store_true", help="scripts that import horovod get hvdkit, as they are")
@@ -131,35 +104,29 @@ def build_parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("settings, handed to every process")
     whole, number = _at_least(0, int), _at_least(0, float)
-    _add_setting(group, "--fusion-threshold-mb", "FUSION_THRESHOLD", "MIB", _at_least(0, int, 1 << 20), ", in MiB")
-    _add_setting(group, "--cycle-time-ms", "CYCLE_TIME", "MS", number)
-    _add_setting(group, "--cache-capacity", "CACHE_CAPACITY", "N", whole)
-    _add_setting(group, "--timeline-filename", "TIMELINE", "FILE", str)
+    mib = _at_least(0, int, factor=1 << 20)
+    _add_setting(group, "--fusion-threshold-mb", "FUSION_THRESHOLD", metavar="MIB", type=mib, unit=", in MiB")
+    _add_setting(group, "--cycle-time-ms", "CYCLE_TIME", metavar="MS", type=number)
+    _add_setting(group, "--cache-capacity", "CACHE_CAPACITY", metavar="N", type=whole)
+    _add_setting(group, "--timeline-filename", "TIMELINE", metavar="FILE")
     _add_switch(group, ("--timeline-mark-cycles", "--no-timeline-mark-cycles"), "TIMELINE_MARK_CYCLES", ("1", "0"))
     _add_switch(group, ("--stall-check", "--no-stall-check"), "STALL_CHECK_DISABLE", ("0", "1"))
-    _add_setting(group, "--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", "S", whole)
-    _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", "S", whole)
-    level, to = "HOROVOD_LOG_LEVEL", "settings"
-    group.add_argument("--log-level", action=_Setting, dest=to, const=(level, None), choices=_LOG_LEVELS, help=level)
+    _add_setting(group, "--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", metavar="S", type=whole)
+    _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", metavar="S", type=whole)
+    _add_setting(group, "--log-level", "LOG_LEVEL", choices=_LOG_LEVELS)
     horovod_flags.add_to(parser)
-    parser.set_defaults(settings={})
     return parser
 
 
-def _add_setting(
-    group: argparse._ArgumentGroup, flag: str, name: str, metavar: str, parse: Callable[[str], Any], unit: str = ""
-) -> None:
-    variable = f"HOROVOD_{name}"
-    const, about = (variable, None), f"{variable}{unit}"
-    group.add_argument(flag, action=_Setting, dest="settings", const=const, type=parse, metavar=metavar, help=about)
+def _add_setting(group: argparse._ArgumentGroup, flag: str, name: str, unit: str = "", **how: Any) -> None:
+    group.add_argument(flag, dest=f"HOROVOD_{name}", help=f"HOROVOD_{name}{unit}", **how)
 
 
 def _add_switch(group: argparse._ArgumentGroup, flags: tuple[str, str], name: str, values: tuple[str, str]) -> None:
     """Add two flags of which at most one may be given. Without either, the caller's environment stays as it is."""
     which, variable = group.add_mutually_exclusive_group(), f"HOROVOD_{name}"
     for flag, value in zip(flags, values, strict=True):
-        const, about = (variable, value), f"{variable}={value}"
-        which.add_argument(flag, action=_Setting, nargs=0, dest="settings", const=const, help=about)
+        which.add_argument(flag, action="store_const", const=value, dest=variable, help=f"{variable}={value}")
 
 
 def parse(argv: Sequence[str]) -> Options | None:
@@ -173,27 +140,18 @@ def parse(argv: Sequence[str]) -> Options | None:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise UsageError("what shall the processes run? The command is missing\nHINT: hvdkitrun -np 4 python train.py")
-    if arguments.start_timeout is not None:
-        arguments.settings = {**arguments.settings, "HOROVOD_START_TIMEOUT": f"{arguments.start_timeout:g}"}
-    return Options(
-        command=command,
-        size=arguments.size,
-        hosts=_hosts(arguments),
-        controller=arguments.controller,
-        transport=_from_environment("transport"),
-        ssh_port=arguments.ssh_port,
-        ssh_identity_file=arguments.ssh_identity_file,
-        interfaces=[name for names in arguments.interfaces for name in names.split(",") if name],
-        mpi_args=arguments.mpi_args,
-        settings=arguments.settings,
-        output_folder=None if arguments.output_filename is None else Path(arguments.output_filename),
-        timestamps=arguments.timestamps,
-        start_timeout=arguments.start_timeout or _from_environment("start_timeout_seconds"),
-        stop_grace=_from_environment("stop_grace_seconds") if arguments.stop_grace is None else arguments.stop_grace,
-        verbose=arguments.verbose,
-        as_horovod=arguments.as_horovod,
-        notes=horovod_flags.notes(arguments.without_effect),
-    )
+    given = {name: value for name, value in vars(arguments).items() if name.startswith("HOROVOD_")}
+    given["HOROVOD_START_TIMEOUT"] = arguments.start_timeout and f"{arguments.start_timeout:g}"
+    arguments.settings = {name: str(value) for name, value in given.items() if value is not None}
+    arguments.command, arguments.hosts = command, _hosts(arguments)
+    arguments.transport = _from_environment("transport")
+    arguments.interfaces = [name for names in arguments.interfaces for name in names.split(",") if name]
+    arguments.output_folder = None if arguments.output_filename is None else Path(arguments.output_filename)
+    arguments.start_timeout = arguments.start_timeout or _from_environment("start_timeout_seconds")
+    if arguments.stop_grace is None:
+        arguments.stop_grace = _from_environment("stop_grace_seconds")
+    arguments.notes = horovod_flags.notes(arguments.without_effect)
+    return Options(**{entry.name: getattr(arguments, entry.name) for entry in fields(Options)})
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
@@ -202,12 +160,10 @@ def _hosts(arguments: argparse.Namespace) -> list[Host]:
     if arguments.hostfile is None:
         return [Host("localhost", arguments.size)]
     try:
-        text = Path(arguments.hostfile).read_text()
+        return parse_hostfile(Path(arguments.hostfile).read_text(), arguments.hostfile)
     except OSError as error:
-        raise UsageError(
-            f"cannot read the host file: {error}\nHINT: give --hostfile a file with lines such as: host1 slots=2"
-        ) from error
-    return parse_hostfile(text, arguments.hostfile)
+        hint = "give --hostfile a file with lines such as: host1 slots=2"
+        raise UsageError(f"cannot read the host file: {error}\nHINT: {hint}") from error
 
 
 def _from_environment(setting: str) -> Any:
@@ -216,34 +172,3 @@ def _from_environment(setting: str) -> Any:
         return config.value_of(setting, os.environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-def markdown_tables() -> str:
-    """Return a table for each group of flags in ``--help``, then a table of horovodrun's other flags."""
-    tables = []
-    for group in build_parser()._action_groups:
-        rows = [_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
-        title = _TITLES.get(group.title or "", group.title or "")
-        tables.append(_table(title, group.description, "flag | what it does", rows))
-    others: dict[str, list[str]] = {}
-    for flag, text in horovod_flags.reasons().items():
-        others.setdefault(text, []).append(f"`{flag}`")
-    rows = [f"{', '.join(flags)} | {text}" for text, flags in others.items()]
-    return "\n\n".join([*tables, _table("other flags of horovodrun", None, "flag | what becomes of it", rows)])
-
-
-def _table(title: str, about: str | None, columns: str, rows: list[str]) -> str:
-    lines = [f"### {title[0].upper()}{title[1:]}", "", *((f"{about[0].upper()}{about[1:]}.", "") if about else ())]
-    return "\n".join([*lines, f"| {columns} |", "|---|---|", *(f"| {row} |" for row in rows)])
-
-
-def _row(action: argparse.Action) -> str:
-    if not action.option_strings:
-        return f"`{action.dest} ...` | {action.help}"
-    names = ", ".join(f"`{name}`" for name in action.option_strings)
-    value = "" if action.nargs == 0 else f" `{action.metavar or ', '.join(action.choices or ()) or 'N'}`"
-    return f"{names}{value} | {action.help}"
-
-
-if __name__ == "__main__":
-    config.write_or_print(sys.argv[1:], "flags", markdown_tables())

@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.environments.failure_record import BEGINS, ENDED, INIT, MARK, NOTE, parse, write_all
+from hvdkit.environments.failure_record import BEGINS, MARK, NOTE, parse, write_all
 from hvdkit.launch import LaunchError
 from hvdkit.launch.failures import Failures
 
 _BEGINS, _MARK, _NOTE = BEGINS.encode(), MARK.encode(), NOTE.encode()
-_MARKS = re.compile(b"(?:%b|%b[^\n]*|%b[^\n]*)\n" % (_BEGINS, _MARK, _NOTE))
+_ANY_MARK = re.compile(b"%b|%b|%b" % (_BEGINS, _MARK, _NOTE))
+_MARKED_LINES = re.compile(b"(?:%b|%b[^\n]*|%b[^\n]*)\n" % (_BEGINS, _MARK, _NOTE))
 STREAMS = ("stdout", "stderr")
 _LONGEST = 1 << 20  # bytes of an unfinished line that are kept waiting
 # A carriage return alone ends a state of a progress bar; with a line feed, it ends a line.
@@ -52,7 +54,7 @@ class LineSplitter:
 
 def without_marks(data: bytes) -> tuple[bytes, bytes]:
     """Return a rank's output without lines for hvdkitrun, and apart its end if that may begin such a line."""
-    data = _MARKS.sub(b"", data)
+    data = _MARKED_LINES.sub(b"", data)
     begin = data.rfind(_MARK[:1])
     rest = data[begin:] if begin >= 0 else b""
     if rest and any(
@@ -70,7 +72,7 @@ class Output:
         self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
         self._files = {} if folder is None else _open_files(size, folder)
         self.failures = Failures(verbose)
-        self._noted: dict[str, set[int]] = {INIT: set(), ENDED: set()}
+        self.noted: defaultdict[str, set[int]] = defaultdict(set)  # the ranks that sent a note, such as INIT
         self._rest: dict[tuple[int, str], bytes] = {}  # for a file: bytes that may begin a mark
         self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
@@ -80,10 +82,6 @@ class Output:
             data, self._rest[rank, stream] = without_marks(self._rest.get((rank, stream), b"") + raw)
             self._files[rank, stream].write(data)
         self._print(rank, stream, self._splitters[rank, stream].feed(raw))
-
-    def have_noted(self, note: str) -> set[int]:
-        """Return the ranks that have sent a note: INIT or ENDED."""
-        return self._noted[note]
 
     def close(self) -> None:
         """Print unfinished lines and close the files."""
@@ -98,30 +96,26 @@ class Output:
     def _shown(self, source: tuple[int, str], lines: list[bytes]) -> Iterator[bytes]:
         """Yield a rank's lines, without notes, records, and tracebacks that have a record."""
         for line in lines:
-            before, mark, rest = line.partition(_NOTE)
-            if mark:
-                self._noted.setdefault(rest.decode(errors="replace").strip(), set()).add(source[0])
-                if before:  # an unfinished line of the rank
-                    yield before + b"\n"
+            if (mark := _ANY_MARK.search(line)) is None:
+                if source in self._held:
+                    self._held[source].append(line)
+                else:
+                    yield line
                 continue
-            before, mark, rest = line.partition(_BEGINS if _BEGINS in line else _MARK)
-            record = parse(mark + rest) if mark == _MARK else None
-            if record is not None:
-                held = self._held.pop(source, [])
-                if not self.failures.take(source[0], record, b"".join(held).decode(errors="replace")):
-                    yield from held
-            elif mark == _MARK:  # not a whole record
-                yield from self._held.pop(source, [])
-                before = line
-            elif mark == _BEGINS:
+            if mark[0] == _NOTE:
+                self.noted[line[mark.end() :].decode(errors="replace").strip()].add(source[0])
+            elif mark[0] == _BEGINS:
                 self._held.setdefault(source, [])
-            elif source in self._held:
-                self._held[source].append(line)
-                continue
             else:
-                before = line
-            if before:  # the line, or an unfinished line of the rank
-                yield before if before is line else before + b"\n"
+                record, held = parse(line[mark.start() :]), self._held.pop(source, [])
+                traceback = b"".join(held).decode(errors="replace")
+                if record is None or not self.failures.take(source[0], record, traceback):
+                    yield from held
+                if record is None:  # it is not whole
+                    yield line
+                    continue
+            if mark.start() > 0:  # an unfinished line of the rank
+                yield line[: mark.start()] + b"\n"
 
     def _print(self, rank: int, stream: str, lines: list[bytes]) -> None:
         self._show(rank, stream, list(self._shown((rank, stream), lines)))
@@ -148,7 +142,6 @@ def _open_files(size: int, folder: Path) -> dict[tuple[int, str], BinaryIO]:
             for stream in STREAMS:
                 files[rank, stream] = (rank_folder / stream).open("wb", buffering=0)
     except OSError as error:
-        raise LaunchError(
-            f"cannot write the output files: {error}\nHINT: give --output-filename a folder that can be written"
-        ) from error
+        hint = "give --output-filename a folder that can be written"
+        raise LaunchError(f"cannot write the output files: {error}\nHINT: {hint}") from error
     return files

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import IO
 
 from hvdkit.environments import network
 from hvdkit.launch import LaunchError
@@ -54,47 +55,41 @@ def is_local(host: str) -> bool:
 def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
     """Log in to all hosts at the same time. Raises LaunchError with every unreachable host and ssh's reason."""
     with contextlib.ExitStack() as stack:
-        logins = {host: stack.enter_context(_Login(host, ssh)) for host in hosts}
+        logins = {host: stack.enter_context(_login(host, ssh)) for host in hosts}
         deadline = time.monotonic() + ssh.connect_timeout
-        reasons = {host: login.problem(deadline) for host, login in logins.items()}
-    unreachable = {host: reason for host, reason in reasons.items() if reason is not None}
-    if unreachable:
+        reasons = {host: _problem(*login, deadline, ssh.connect_timeout) for host, login in logins.items()}
+    if unreachable := {host: reason for host, reason in reasons.items() if reason}:
         problems = [f"cannot reach host {host} by ssh: {reason}" for host, reason in unreachable.items()]
         command = shlex.join(["ssh", "-o", "BatchMode=yes", *ssh.login_options(), next(iter(unreachable)), "true"])
         hint = f"HINT: make `{command}` work from this host without a question"
         raise LaunchError("\n".join([*problems, f"{hint}; --ssh-port and --start-timeout may help"]))
 
 
-class _Login:
-    """An attempt to log in, which ends with the ``with`` block."""
-
-    def __init__(self, host: str, ssh: Ssh) -> None:
-        self._timeout = ssh.connect_timeout
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
-        null = subprocess.DEVNULL
+@contextlib.contextmanager
+def _login(host: str, ssh: Ssh) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """Begin to log in. Yield the call, which ends with the ``with`` block, and the file of its messages."""
+    null = subprocess.DEVNULL
+    # No pipe: a connection that ssh leaves open for later calls would keep it open.
+    with tempfile.TemporaryFile() as messages:
         try:
-            self._call = subprocess.Popen(  # noqa: S603 (argv list; host names cannot start with a dash)
-                ssh.argv(host, ["true"]), stdin=null, stdout=null, stderr=self._errors
-            )
+            call = subprocess.Popen(ssh.argv(host, ["true"]), stdin=null, stdout=null, stderr=messages)  # noqa: S603
         except OSError as error:
             raise LaunchError(f"cannot run ssh: {error}\nHINT: install an ssh client, or use one host") from error
-
-    def __enter__(self) -> _Login:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._call.kill()
-        self._call.wait()
-        self._errors.close()
-
-    def problem(self, deadline: float) -> str | None:
-        """Return why the login failed, None if it succeeded."""
         try:
-            status = self._call.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return f"no answer within {self._timeout:g} s"
-        if status == 0:
-            return None
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else f"ssh ended with status {status}"
+            yield call, messages
+        finally:
+            call.kill()
+            call.wait()
+
+
+def _problem(call: subprocess.Popen[bytes], messages: IO[bytes], deadline: float, timeout: float) -> str:
+    """Return why a login failed, "" if it succeeded."""
+    try:
+        status = call.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout:g} s"
+    if status == 0:
+        return ""
+    messages.seek(0)
+    lines = messages.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else f"ssh ended with status {status}"

@@ -1,7 +1,7 @@
 """The supervisor of a job's processes: it carries their output, and ends all at the first failure or at a signal.
 
-It is a single thread with a select loop. Every child is a ``worker`` (or an ssh to a worker) that ends its rank when
-its standard input closes. So the supervisor stops a job by closing pipes, which also happens if it is killed.
+Every child is a ``worker``, or an ssh to a worker, that ends its rank when its standard input closes. So the supervisor
+stops a job by closing pipes, which also happens if it is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from subprocess import PIPE
 
@@ -37,27 +37,17 @@ WORKER = (sys.executable, "-I", "-S", worker.__file__)
 
 @dataclass
 class Child:
-    """A worker to start.
+    """A worker to start."""
 
-    command, environment: of the rank, or of mpirun.
-    receive: called with the stream's name and what the command printed.
-    remote: the ssh command that starts the worker, empty for this machine.
-    pass_fds: descriptors that the command gets; they are closed here when it has started.
-    secret: goes to the worker by its standard input, and from there to the command in a file.
-    scratch: a folder of the command that its worker removes, even if this process was killed.
-    is_ending: for mpirun: True once it has announced its end.
-    has_ended: for mpirun: True once each of its ranks has ended as it was asked to.
-    """
-
-    command: list[str]
+    command: list[str]  # of the rank, or of mpirun, as its environment
     environment: dict[str, str]
-    receive: Callable[[str, bytes], None]
-    remote: list[str] = field(default_factory=list)
-    pass_fds: tuple[int, ...] = ()
-    secret: str = field(default="", repr=False)
-    scratch: str = ""
-    is_ending: Callable[[], bool] = lambda: False
-    has_ended: Callable[[], bool] | None = None
+    receive: Callable[[str, bytes], None]  # called with the stream's name and what the command printed
+    remote: list[str] = field(default_factory=list)  # the ssh command that starts the worker, if it is elsewhere
+    pass_fds: tuple[int, ...] = ()  # descriptors that the command gets; they are closed here when it has started
+    secret: str = field(default="", repr=False)  # goes to the worker by standard input, and to the command in a file
+    scratch: str = ""  # a folder of the command that its worker removes, even if this process was killed
+    is_ending: Callable[[], bool] = lambda: False  # for mpirun: True once it has announced its end
+    has_ended: Callable[[], bool] | None = None  # for mpirun: True once each of its ranks has ended when asked to
 
     @property
     def argv(self) -> list[str]:
@@ -66,19 +56,9 @@ class Child:
 
     def header(self, stop_grace: float) -> bytes:
         """Return the first line of the worker's input."""
-        header = {
-            "command": self.command,
-            "environment": self.environment,
-            "keep_environment": bool(self.remote),
-            "folder": os.getcwd(),
-            "pass_fds": self.pass_fds,
-            "secret": self.secret,
-            "scratch": self.scratch,
-            "grace": GRACE_SECONDS,
-            "stop_grace": stop_grace,
-            "relays": self.has_ended is not None,
-            "by_signal": not self.remote,
-        }
+        header = {name: getattr(self, name) for name in ("command", "environment", "pass_fds", "secret", "scratch")}
+        header |= {"folder": os.getcwd(), "graces": (GRACE_SECONDS, stop_grace)}
+        header |= {"relays": self.has_ended is not None, "is_remote": bool(self.remote)}
         return json.dumps(header).encode() + b"\n"
 
 
@@ -95,15 +75,15 @@ class Outcome:
 def supervise(children: list[Child], stop_grace: float) -> Outcome:
     """Start the children and stay until all have ended. ``stop_grace``: the seconds that SIGTERM leaves to ranks."""
     worker.adopt_orphans()
-    with _wake_on_signals() as wake:
-        supervisor = _Supervisor(children, wake, stop_grace)
-        outcome = None
-        try:
-            outcome = supervisor.loop()
-        finally:
-            # After success, processes that left their rank's process group on purpose may stay.
-            if outcome is None or outcome != Outcome():
-                supervisor.kill()
+    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
+    signals = [number for number in worker.STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    supervisor, outcome = _Supervisor(children, worker.wake_on_signals(signals), stop_grace), None
+    try:
+        outcome = supervisor.loop()
+    finally:
+        # After success, processes that left their rank's process group on purpose may stay.
+        if outcome != Outcome():
+            supervisor.kill()
     return outcome
 
 
@@ -111,9 +91,7 @@ class _Supervisor:
     """The state of a call of ``supervise``."""
 
     def __init__(self, children: list[Child], wake: int, stop_grace: float) -> None:
-        self.children = children
-        self.wake = wake
-        self.stop_grace = stop_grace
+        self.children, self.wake, self.stop_grace = children, wake, stop_grace
         self.strangers = {process.pid for process in psutil.Process().children(recursive=True)}
         self.processes: list[subprocess.Popen[bytes]] = []
         self.selector = selectors.DefaultSelector()
@@ -128,21 +106,16 @@ class _Supervisor:
     def loop(self) -> Outcome:
         for child in self.children:
             self.start(child)
-        ended_at: float | None = None
+        ended_at = math.inf
         while True:
-            if ended_at is not None:
-                timeout: float | None = 0.1
-            else:
-                timeout = 0.25 if (self.ending_since or self.is_stopping) and not self.killed else None
-            self.read(timeout)
-            self.note_failures()
+            has_deadline = ended_at < math.inf or ((self.ending_since or self.is_stopping) and not self.killed)
+            self.read(0.1 if has_deadline else None)
             now = time.monotonic()
-            self.note_endless(now)
-            self.note_saved(now)
+            self.note_ends(now)
             if self.stopped_at is not None and now - self.stopped_at > _WORKER_SECONDS and not self.killed:
                 self.kill()
             if all(process.returncode is not None for process in self.processes):
-                ended_at = now if ended_at is None else ended_at
+                ended_at = min(ended_at, now)
                 # A process that left its group may hold a pipe open for ever.
                 if self.open_streams == 0 or now - ended_at > _DRAIN_SECONDS:
                     return self.outcome
@@ -183,47 +156,35 @@ class _Supervisor:
                 continue  # SIGCHLD: a poll will show the child
             if not self.is_stopping:
                 self.outcome = Outcome(signal=number)
-                if number == signal.SIGTERM:
-                    self.let_save()
-                else:
+                if number != signal.SIGTERM:
                     self.stop()
+                    continue
+                # The workers send SIGTERM to their ranks, and SIGKILL after the grace period.
+                self.stop_at = time.monotonic() + self.stop_grace + _LATE_SECONDS
+                for process in self.processes:
+                    _write(process, worker.STOP)
             elif self.outcome.signal is not None:
                 self.kill()  # on a second signal
 
-    def note_failures(self) -> None:
-        for index, process in enumerate(self.processes):
+    def note_ends(self, now: float) -> None:
+        """End the job where a child failed or does not end, and where ranks have saved, or had the time to."""
+        for index, (child, process) in enumerate(zip(self.children, self.processes, strict=True)):
             code = process.poll()
+            # A host may be cut off for which mpirun waits after it announced its end.
+            if code is None and not self.is_stopping and child.is_ending():
+                code = 1 if now - self.ending_since.setdefault(index, now) > ENDING_SECONDS else None
             if code and not self.is_stopping:
                 self.outcome = Outcome(failed=index, code=code)
                 self.stop()
-
-    def note_endless(self, now: float) -> None:
-        """End an mpirun that announced its end and does not end, since one of its hosts may be cut off."""
-        for index, (child, process) in enumerate(zip(self.children, self.processes, strict=True)):
-            if process.returncode is not None or self.is_stopping or not child.is_ending():
-                continue
-            if now - self.ending_since.setdefault(index, now) > ENDING_SECONDS:
-                self.outcome = Outcome(failed=index, code=1)
+        if self.stop_at is not None and self.stopped_at is None:
+            have_saved = any(child.has_ended is not None and child.has_ended() for child in self.children)
+            if have_saved or now > self.stop_at:
                 self.stop()
-
-    def note_saved(self, now: float) -> None:
-        """End what is left after the grace period, and an mpirun whose ranks have ended."""
-        if self.stop_at is None or self.stopped_at is not None:
-            return
-        mpirun_can_end = any(child.has_ended is not None and child.has_ended() for child in self.children)
-        if mpirun_can_end or now > self.stop_at:
-            self.stop()
 
     @property
     def is_stopping(self) -> bool:
         """True once the job ends, for whatever reason."""
         return self.stop_at is not None or self.stopped_at is not None
-
-    def let_save(self) -> None:
-        """Tell the workers to send SIGTERM to their ranks, and SIGKILL after the grace period."""
-        self.stop_at = time.monotonic() + self.stop_grace + _LATE_SECONDS
-        for process in self.processes:
-            _write(process, worker.STOP)
 
     def stop(self) -> None:
         """Close the workers' input: they end what they started."""
@@ -249,21 +210,3 @@ def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(data)
         process.stdin.flush()
-
-
-@contextlib.contextmanager
-def _wake_on_signals() -> Iterator[int]:
-    """Yield a descriptor on which signals arrive as bytes, so that none falls between two system calls."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *worker.STOP_SIGNALS)}
-    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
-    receiving, sending, previous = worker.wake_on_signals(
-        [number for number in worker.STOP_SIGNALS if before[number] is not signal.SIG_IGN]
-    )
-    try:
-        yield receiving
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(previous)
-        os.close(receiving)
-        os.close(sending)

@@ -1,17 +1,15 @@
 """The worker: it starts a command in a session of its own, and ends it when its standard input closes.
 
 ``hvdkitrun`` runs this file between itself and every rank, here or by ssh, and holds the other end of standard input:
-the rank and its processes end too when it stops the job, is killed, or the connection breaks. The first line on
-standard input is a JSON object with the command and its environment, which ``ps`` therefore does not show. A second
-line, ``stop``, gives the command time to save: SIGTERM goes to the command alone, since a training whose data loaders
-are killed cannot save, and then to the processes that the command leaves behind, such as the program that a shell ran.
-SIGKILL ends what is left after the grace period.
+the rank and its processes end too when it stops the job, is killed, or the connection breaks. The first line is a JSON
+object with the command and its environment, which ``ps`` therefore does not show. A second line, ``stop``, gives the
+command time to save: SIGTERM goes to the command alone, since a training whose data loaders are killed cannot save, and
+then to the processes that it leaves behind, such as the program that a shell ran. SIGKILL ends the rest afterwards.
 
 Under mpirun the file also runs between mpirun and each rank (``python worker.py GRACE COMMAND ...``), since mpirun
-itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which other
-processes ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise.
-
-Only the standard library: the file runs by its path, without hvdkit being importable, and starts in milliseconds.
+itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which others
+ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise. The file runs by its
+path, so it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -43,21 +41,18 @@ FORWARDED = "TERM INT HUP QUIT USR1 USR2 ABRT ALRM VTALRM PROF PWR XCPU XFSZ SYS
 
 
 def read_header() -> dict[str, Any] | None:
-    """Read the first line of standard input without a buffer; return None if the input ends before."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (data := os.read(0, 65536)):
+    """Read the first line of standard input without a buffer; return None if hvdkitrun stops the job before."""
+    data = b""
+    while b"\n" not in data:
+        if not (more := os.read(0, 65536)):
             return None
-        line += data
-    header: dict[str, Any] = json.loads(line)
-    return header
+        data += more
+    header: dict[str, Any] = json.loads(data.partition(b"\n")[0])
+    return header if data.endswith(b"}\n") else None
 
 
 def secret_file(secret: str) -> str:
-    """Return the path of a nameless file with the secret, which ends with this process and only its user can read.
-
-    It needs no inherited descriptor, and ``ps`` shows the path, not the secret.
-    """
+    """Return the path of a nameless file with the secret, which ends with this process and only its user can read."""
     descriptor = os.memfd_create("hvdkit-secret")
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, secret.encode())
@@ -66,19 +61,17 @@ def secret_file(secret: str) -> str:
 
 def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the command in its own session, so that signals of a terminal or a group do not reach it."""
-    environment = header["environment"]
+    environment = {**(os.environ if header["is_remote"] else {}), **header["environment"]}
     if INIT_PIPE in os.environ:
-        environment = {**environment, INIT_PIPE: os.environ[INIT_PIPE]}
-    if header["keep_environment"]:
-        environment = {**os.environ, **environment}
+        environment[INIT_PIPE] = os.environ[INIT_PIPE]
     if header["secret"] and hasattr(os, "memfd_create"):
-        environment = {**environment, "HVDKIT_SECRET_FILE": secret_file(header["secret"])}
+        environment["HVDKIT_SECRET_FILE"] = secret_file(header["secret"])
     try:
         os.chdir(header["folder"])
     except OSError as error:
         print(f"hvdkitrun: starting in {os.getcwd()}, for there is no {header['folder']}: {error}", file=sys.stderr)
-    pass_fds, null = header["pass_fds"], subprocess.DEVNULL
-    return popen(header["command"], env=environment, stdin=null, start_new_session=True, pass_fds=pass_fds)
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True, "pass_fds": header["pass_fds"]}
+    return popen(header["command"], env=environment, **options)
 
 
 def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -94,12 +87,6 @@ def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def signal_group(child: subprocess.Popen[bytes], number: int) -> None:
-    """Signal the command and its process group, which may have ended just now."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-        os.killpg(child.pid, number)
-
-
 def adopt_orphans() -> None:
     """Become the parent of processes that the command leaves behind, so that they are found. Linux only."""
     if sys.platform == "linux":
@@ -113,10 +100,10 @@ def bury_orphans(child: subprocess.Popen[bytes]) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def send(pid: int, number: int) -> None:
-    """Signal a process that may have ended just now."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def send(pid: int, number: int, to_group: bool = False) -> None:
+    """Signal a process, or the process group that it leads, which may have ended just now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        (os.killpg if to_group else os.kill)(pid, number)
 
 
 def children_by_parent() -> dict[int, list[int]]:
@@ -139,18 +126,16 @@ def own_children() -> list[int]:
 
 def sweep() -> None:
     """Kill all descendants, also those that left the command's process group."""
-    children, parents = children_by_parent(), [os.getpid()]
-    while parents:
-        for pid in children.get(parents.pop(), []):
-            parents.append(pid)
-            send(pid, signal.SIGKILL)
+    children = children_by_parent()
+    left = children.get(os.getpid(), [])
+    while left:
+        pid = left.pop()
+        left += children.get(pid, [])
+        send(pid, signal.SIGKILL)
 
 
 def init_pipe() -> int | None:
-    """Put a pipe into the environment for a rank's word that it calls hvd.init(); return the end to read from.
-
-    Return None without a /proc. The pipe works even if the rank's output is redirected.
-    """
+    """Put a pipe into the environment, if there is a /proc, for a rank's word on hvd.init(); return the end to read."""
     os.environ.pop(INIT_PIPE, None)
     if not os.path.isdir("/proc/self/fd"):
         return None
@@ -162,26 +147,22 @@ def init_pipe() -> int | None:
 class Leash:
     """The end of a command: quickly, or gently with time to save."""
 
-    def __init__(
-        self, child: subprocess.Popen[bytes], grace: float, stop_grace: float, init: int | None, relays: bool = False
-    ) -> None:
-        """Take the seconds for a quick and for a gentle end, the pipe of ``init_pipe``, and True for mpirun."""
-        self._child = child
-        self._init = init
-        self._grace, self._stop_grace = grace, stop_grace
-        self._relays = relays
+    def __init__(self, child: subprocess.Popen[bytes], init: int | None, graces: tuple[float, float], relays: bool):
+        """Take the pipe of ``init_pipe``, the seconds for a quick and for a gentle end, and True for mpirun."""
+        self._child, self._init, self._relays = child, init, relays
+        self._grace, self._stop_grace = graces
         self._kill_at: float | None = None
         self._terminated: set[int] = set()  # processes that have each got SIGTERM
         self.is_stopped = False  # gently
 
     def wait(self, sources: list[int], wake: int, gently: int, quickly: Collection[int] = ()) -> int:
-        """Wait for the command, and end it on request or if standard input closes. Return Popen's return code.
-
-        ``gently`` and ``quickly``: the signals to this process that request such an end.
-        """
+        """Wait for the command, and end it if standard input closes or such a signal comes. Return Popen's code."""
         sources = sources if self._init is None else [*sources, self._init]
         while (code := self._child.poll()) is None or (self._terminated and own_children()):
-            ready, _, _ = select.select(sources, [], [], self._pause())
+            pauses = [LOOK_SECONDS] if self.is_stopped else []
+            if self._kill_at is not None:
+                pauses.append(max(0.0, self._kill_at - time.monotonic()))
+            ready, _, _ = select.select(sources, [], [], min(pauses, default=None))
             if 0 in ready:
                 if os.read(0, 65536):
                     self._end_gently()
@@ -195,12 +176,12 @@ class Leash:
                 bury_orphans(self._child)
                 if gently in numbers:
                     self._end_gently()
-                elif any(number in quickly for number in numbers):
+                elif not set(numbers).isdisjoint(quickly):
                     self._end_quickly()
             self._go_on_ending()
         self._tell_init(sources)
         # The command's processes end with it; after success, those may stay that left its group on purpose.
-        signal_group(self._child, signal.SIGKILL)
+        send(self._child.pid, signal.SIGKILL, to_group=True)
         if code != 0 or self.is_stopped or self._kill_at is not None:
             sweep()
         return code
@@ -210,18 +191,12 @@ class Leash:
             sources.remove(self._init)
             os.write(2, INIT)
 
-    def _pause(self) -> float | None:
-        pauses = [LOOK_SECONDS] if self.is_stopped else []
-        if self._kill_at is not None:
-            pauses.append(max(0.0, self._kill_at - time.monotonic()))
-        return min(pauses, default=None)
-
     def _end_quickly(self) -> None:
         if self._terminated:  # it has had its time
             self._kill_at = time.monotonic()
         elif self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace
-            signal_group(self._child, signal.SIGTERM)
+            send(self._child.pid, signal.SIGTERM, to_group=True)
 
     def _end_gently(self) -> None:
         if self._kill_at is None:
@@ -232,7 +207,7 @@ class Leash:
     def _go_on_ending(self) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill_at += LOOK_SECONDS  # processes that are not gone by then are killed again
-            signal_group(self._child, signal.SIGKILL)
+            send(self._child.pid, signal.SIGKILL, to_group=True)
             if self.is_stopped:
                 sweep()
         elif self.is_stopped and not self._relays:
@@ -244,14 +219,14 @@ class Leash:
             send(self._child.pid, RELAY)
 
 
-def wake_on_signals(numbers: Iterable[int] = STOP_SIGNALS) -> tuple[int, int, int]:
-    """Have SIGCHLD and these signals write their numbers into a pipe; return its two ends and the former wakeup fd."""
+def wake_on_signals(numbers: Iterable[int] = STOP_SIGNALS) -> int:
+    """Have SIGCHLD and these signals arrive as bytes at a descriptor, so that none falls between two system calls."""
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
-    previous = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, *numbers):
         signal.signal(number, lambda number, frame: None)
-    return receiving, sending, previous
+    return receiving
 
 
 def end_like(code: int, by_signal: bool) -> None:
@@ -268,34 +243,34 @@ def end_like(code: int, by_signal: bool) -> None:
 
 def main() -> None:
     """Run the command of the header, and end as it ended."""
-    wake, _, _ = wake_on_signals()
+    wake = wake_on_signals()
     adopt_orphans()
     header = read_header()
     if header is None:
-        return  # hvdkitrun ended before it could send the header
+        return
     init = None if header["relays"] else init_pipe()
     try:
         child = start(header)
         for descriptor in header["pass_fds"]:
             os.close(descriptor)
-        leash = Leash(child, header["grace"], header["stop_grace"], init, header["relays"])
+        leash = Leash(child, init, header["graces"], header["relays"])
         code = leash.wait([0, wake], wake, signal.SIGTERM, (signal.SIGINT, signal.SIGHUP))
     finally:
         if header["scratch"]:  # a command that must be killed cannot clean up behind itself
             import shutil  # takes longer to load than all else here, and most commands have no such folder
 
             shutil.rmtree(header["scratch"], ignore_errors=True)
-    end_like(code, header["by_signal"])
+    end_like(code, by_signal=not header["is_remote"])
 
 
 def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
     """Run a rank's command in the process group that mpirun made for it, which mpirun signals as a whole."""
     mpirun = os.getppid()
     forwarded = [getattr(signal, f"SIG{name}") for name in FORWARDED.split() if hasattr(signal, f"SIG{name}")]
-    wake, _, _ = wake_on_signals([RELAY, *forwarded])
+    wake = wake_on_signals([RELAY, *forwarded])
     adopt_orphans()
     init = init_pipe()  # before the command starts
-    leash = Leash(popen(command), 0.0, stop_grace, init)
+    leash = Leash(popen(command), init, (0.0, stop_grace), relays=False)
     code = leash.wait([wake], wake, RELAY)
     if leash.is_stopped or code == 0:
         os.write(2, ENDED)  # also if the rank ended before: hvdkitrun waits for all ranks when it is stopped

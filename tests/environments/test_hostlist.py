@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdkit.environments.srun import expand_counts, expand_hosts
+from hvdkit.environments.launchers import expand_counts, expand_hosts
 from hvdkit.errors import EnvironmentConflictError
 
 

@@ -1,0 +1,66 @@
+"""The generated tables of the documentation. ``python -m docs.hooks.tables`` puts them between the marks of pages."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from hvdkit.config import Settings
+from hvdkit.launch import horovod_flags
+from hvdkit.launch.options import build_parser
+
+_TITLES = {"positional arguments": "what runs", "options": "the job"}  # argparse's titles, and those on the page
+
+
+def settings() -> str:
+    """Return the table of all settings in docs/settings.md."""
+    lines = ["| variable | default | unit | what it does |", "|---|---|---|---|"]
+    for setting in fields(Settings):
+        default = "auto" if setting.default is None else setting.default
+        names = "<br>".join(f"`{name}`" for name in setting.metadata["names"])
+        default = str(int(default) if isinstance(default, bool) else default) or "(none)"
+        lines.append(f"| {names} | {default} | {setting.metadata['unit']} | {setting.metadata['about']} |")
+    return "\n".join(lines)
+
+
+def flags() -> str:
+    """Return a table for each group of flags in ``hvdkitrun --help``, then a table of horovodrun's other flags."""
+    tables = []
+    for group in build_parser()._action_groups:
+        rows = [_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+        title = _TITLES.get(group.title or "", group.title or "")
+        tables.append(_table(title, group.description, "flag | what it does", rows))
+    others: dict[str, list[str]] = {}
+    for flag, text in effects().items():
+        others.setdefault(text, []).append(f"`{flag}`")
+    rows = [f"{', '.join(flags)} | {text}" for text, flags in others.items()]
+    return "\n\n".join([*tables, _table("other flags of horovodrun", None, "flag | what becomes of it", rows)])
+
+
+def effects() -> dict[str, str]:
+    """Return the effect of each of horovodrun's other flags."""
+    without_effect = {flag: f"no effect: {reason}" for flag, reason in horovod_flags.REASONS.items()}
+    granted = dict.fromkeys(horovod_flags.GRANTED, "is so already")
+    refused = {flag: f"refused: {fact}; {instead}" for flag, (fact, instead) in horovod_flags.REFUSALS.items()}
+    return without_effect | granted | refused
+
+
+def _table(title: str, about: str | None, columns: str, rows: list[str]) -> str:
+    lines = [f"### {title[0].upper()}{title[1:]}", "", *((f"{about[0].upper()}{about[1:]}.", "") if about else ())]
+    return "\n".join([*lines, f"| {columns} |", "|---|---|", *(f"| {row} |" for row in rows)])
+
+
+def _row(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{action.dest} ...` | {action.help}"
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    value = "" if action.nargs == 0 else f" `{action.metavar or ', '.join(action.choices or ()) or 'N'}`"
+    return f"{names}{value} | {action.help}"
+
+
+if __name__ == "__main__":
+    for page, mark, text in (("settings.md", "settings", settings()), ("api/hvdkitrun.md", "flags", flags())):
+        path, begin, end = Path("docs") / page, f"<!-- {mark} -->", f"<!-- /{mark} -->"
+        before, rest = path.read_text().split(begin)
+        path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
