@@ -7,12 +7,15 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 import hvdkit
 from hvdkit import environments, kernels
@@ -79,7 +82,7 @@ def look() -> list[Finding]:
     return [
         *_frameworks(answers["torch"], answers["tensorflow"], answers["keras"]),
         *_transports(answers["torch"], answers["tensorflow"], answers["mpi4py"]),
-        *(finding() for finding in (_mpirun, _launcher, _shared_memory, _kernels, _compiler)),
+        *(finding() for finding in (_mpirun, _launcher, _interfaces, _shared_memory, _kernels, _compiler)),
     ]
 
 
@@ -179,6 +182,19 @@ def _launcher() -> Finding:
     if world.launcher == "none":
         return Finding("launcher", None, "none: this process is a job of one rank", "hvdkitrun -np 4 python train.py")
     return Finding("launcher", True, f"{world.launcher}: rank {world.rank} of {world.size}")
+
+
+def _interfaces() -> Finding:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    addresses = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+    ]
+    has_network = any(not address.startswith(("127.", "::1")) for _, address in addresses)
+    text = ", ".join(f"{name} {address}" for name, address in addresses) or "none is up"
+    return Finding("interfaces", has_network or None, text, "" if has_network else "only jobs of this machine can run")
 
 
 def _shared_memory() -> Finding:
