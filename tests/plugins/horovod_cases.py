@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 
-import numpy as np
 import torch
 
 from hvdkit.engine.session import runtime
@@ -100,14 +99,6 @@ def case_every_type_is_summed_moved_and_gathered(hvd):
         assert torch.equal(rows, torch.cat([torch.arange(r + 1).add(r).to(dtype) for r in range(size)])), dtype
 
 
-def case_sums_of_bytes_are_cut_off_as_everywhere(hvd):
-    for dtype in (torch.uint8, torch.int8):
-        own = torch.full((3,), 100, dtype=dtype)
-        with np.errstate(over="ignore"):
-            expected = np.full(3, 100 * hvd.size()).astype(str(dtype).removeprefix("torch."))
-        assert hvd.allreduce(own, op=hvd.Sum).tolist() == expected.tolist()
-
-
 def case_all_ranks_and_all_runs_hold_the_same_bits(hvd):
     def digest(tensor):
         return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
@@ -119,17 +110,6 @@ def case_all_ranks_and_all_runs_hold_the_same_bits(hvd):
         assert set(hvd.allgather_object(first)) == {second}
     first, second = (digest(trained(hvd)) for _ in range(2))
     assert set(hvd.allgather_object(first)) == {second}
-
-
-def case_many_operations_at_once_do_not_mix(hvd):
-    size = hvd.size()
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(hvd.rank())).tolist()
-    handles = {
-        number: hvd.allreduce_async(torch.full((number + 1,), float(number)), name=f"n{number}", op=hvd.Sum)
-        for number in order
-    }
-    for number, handle in handles.items():
-        assert hvd.synchronize(handle).tolist() == [number * size] * (number + 1)
 
 
 def case_what_horovod_cannot_count_goes_in_pieces(hvd):
@@ -145,16 +125,6 @@ def case_what_horovod_cannot_count_goes_in_pieces(hvd):
         assert torch.equal(gathered, torch.cat([torch.arange(10.0 + r).add(r) for r in range(size)]))
     finally:
         horovod_engine.LARGEST = before
-
-
-def case_a_rank_that_has_no_more_data_takes_part_with_zeros(hvd):
-    if hvd.rank() == 0:
-        last = hvd.join()
-    else:
-        total = hvd.allreduce(torch.ones(4), op=hvd.Sum)
-        assert total.tolist() == [hvd.size() - 1] * 4
-        last = hvd.join()
-    assert set(hvd.allgather_object(last)) == {last}
 
 
 def case_nothing_of_horovods_place_stays_in_the_environment(hvd):

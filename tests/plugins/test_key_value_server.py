@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import http.client
-import socket
-import struct
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,11 +34,6 @@ def ask(
         connection.close()
 
 
-def test_it_is_on_the_loopback_of_a_job_on_one_host(meeting):
-    assert meeting.address[0] == "127.0.0.1"
-    assert {"127.0.0.1"} <= set(own_addresses())
-
-
 def test_nobody_is_let_in_but_clients_of_the_jobs_hosts(meeting, caplog):
     meeting.admit(["10.9.8.7"])
     assert ask(meeting, "GET", "/global/0")[0] == FORBIDDEN
@@ -69,35 +61,6 @@ def test_what_was_written_first_stays(meeting):
     assert ask(meeting, "PUT", "/global/0", b"two")[0] == REFUSED
     assert ask(meeting, "DELETE", "/global/0")[0] == FOUND
     assert ask(meeting, "GET", "/global/0") == (FOUND, b"one")
-
-
-def test_a_value_that_was_cut_off_may_be_sent_again(meeting):
-    meeting.admit(own_addresses())
-    with socket.create_connection(meeting.address, timeout=10) as client:
-        client.sendall(b"PUT /global/0 HTTP/1.0\r\nContent-Length: 3\r\n\r\non")
-        client.shutdown(socket.SHUT_WR)
-        assert client.recv(100).startswith(b"HTTP/1.0 400 ")
-    assert ask(meeting, "PUT", "/global/0", b"one")[0] == FOUND
-
-
-def test_of_a_client_that_goes_away_nothing_is_said(meeting, capfd):
-    meeting.admit(own_addresses())
-    client = socket.create_connection(meeting.address, timeout=10)
-    client.sendall(b"PUT /global/0 HTTP/1.0\r\nContent-Length: 3\r\n\r\non")
-    deadline = time.monotonic() + 10
-    while not handlers():
-        assert time.monotonic() < deadline
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no orderly end
-    client.close()
-    for handler in handlers():
-        handler.join(10)
-    assert capfd.readouterr().err == ""
-    assert ask(meeting, "PUT", "/global/0", b"one")[0] == FOUND
-
-
-def handlers() -> list[threading.Thread]:
-    """The threads that have a client each; one that is still being started is listed too, and cannot be joined yet."""
-    return [thread for thread in threading.enumerate() if "process_request" in thread.name and thread.is_alive()]
 
 
 def test_it_keeps_no_more_than_a_job_needs(meeting):
