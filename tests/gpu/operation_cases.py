@@ -71,12 +71,6 @@ def case_averages_of_each_dtype(hvd):
         check(scaled, 2 * reduce(torch.add, tensors), dtype)
 
 
-def case_adasum_of_equal_tensors_is_that_tensor(hvd):
-    for dtype in FLOATS:
-        own_tensor = own(0, dtype)
-        check(hvd.allreduce(own_tensor, op=hvd.Adasum, name=f"adasum.{dtype}"), own_tensor, dtype)
-
-
 def case_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
     size, rank = hvd.size(), hvd.rank()
     for dtype in (*FLOATS, *INTEGERS, torch.bool):
@@ -108,17 +102,6 @@ def case_grouped_operations(hvd):
     assert size == hvd.size()
 
 
-def case_many_at_once_in_an_order_of_each_ranks_own(hvd):
-    order = list(range(40)) if hvd.rank() % 2 else list(reversed(range(40)))
-    handles = {}
-    for number in order:
-        tensor = torch.full((100 + number,), float(number + hvd.rank()), device=card.DEVICE)
-        handles[number] = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"many.{number}")
-    for number in reversed(order):
-        total = hvd.size() * number + sum(range(hvd.size()))
-        check(hvd.synchronize(handles[number]), torch.full((100 + number,), float(total), device=card.DEVICE), number)
-
-
 def case_work_before_and_after_in_a_stream_of_the_users_own(hvd):
     total = float(sum(range(1, hvd.size() + 1)))
     for turn in range(5):
@@ -143,24 +126,3 @@ def case_tensors_that_are_no_block_of_memory(hvd):
     check(hvd.allreduce(own_tensor[:, ::2], op=hvd.Sum, name="every second"), total[:, ::2], "every second")
     hvd.allreduce_(own_tensor.t(), op=hvd.Sum, name="transposed in place")
     check(own_tensor, total, "transposed in place")
-
-
-def case_gradients_of_operations(hvd):
-    own_tensor = own(hvd.rank(), torch.float32).requires_grad_()
-    hvd.allreduce(own_tensor, op=hvd.Sum, name="with a gradient").mul(hvd.rank() + 1.0).sum().backward()
-    check(own_tensor.grad, torch.full(SHAPE, float(sum(range(1, hvd.size() + 1))), device=card.DEVICE), "gradient")
-
-
-def case_a_rank_that_joined_gives_zeros(hvd):
-    if hvd.rank() == 0:
-        alone = torch.ones(1000, device=card.DEVICE)
-        check(hvd.allreduce(alone, op=hvd.Sum, name="alone"), torch.ones(1000, device=card.DEVICE), "alone")
-    hvd.join()
-
-
-def case_init_again(hvd):
-    for _ in range(2):
-        hvd.shutdown()
-        hvd.init()
-        result = hvd.allreduce(torch.ones(1000, device=card.DEVICE), op=hvd.Sum)
-        check(result, torch.full((1000,), float(hvd.size()), device=card.DEVICE), "after init again")

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -97,10 +96,6 @@ class Run:
         if running.part.wants_mps and not self.mps.reason:
             self.look_at_mps(running.part, self.ended[-1])
         self.save()
-        with tarfile.open(self.path.with_name(f"{self.path.stem}-raw.tar.gz"), "w:gz") as raw:
-            for file in sorted(self.folder.glob("*/*")):
-                if file.is_file() and file.suffix in ("", ".json"):
-                    raw.add(file, file.relative_to(self.folder))
         for picture in running.folder.glob("*.png"):
             shutil.copy(picture, self.path.with_name(f"{self.path.stem}-{running.part.name}.png"))
         print(line(self.ended[-1]), flush=True)

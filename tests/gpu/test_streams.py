@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvdkit.kernels import ONE, ReduceOp, Scale
+from hvdkit.kernels import ReduceOp, Scale
 from hvdkit.transports.gpu import streams
 from hvdkit.transports.gpu.device import TorchDeviceCollectives
 from hvdkit.transports.gpu.host_copies import Locked, StreamCopies
@@ -104,21 +103,6 @@ def test_memory_in_use_is_not_given_to_others_though_nobody_holds_it(alone, monk
         assert is_overwritten(alone), "the probe does not find memory that no stream is recorded for"
     changed_launch(monkeypatch, late=True)
     assert not is_overwritten(alone)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int64"])
-def test_every_type_is_reduced_moved_and_gathered(alone, dtype):
-    buffer = alone.allocate(1001, dtype)
-    buffer[...] = 3
-    finish(alone.allreduce([buffer], ReduceOp.SUM, 1.0, ONE, "fp16", [alone.mark()]))
-    finish(alone.broadcast([buffer], 0, [alone.mark()]))
-    (gathered,), transfer = alone.allgather([buffer], [[1001]], [alone.mark()])
-    finish(transfer)
-    assert gathered.eq(3).all()
-
-
-def test_the_options_for_nccl_do_not_stay_in_the_environment(alone):
-    assert not [name for name in os.environ if name.startswith("TORCH_NCCL_")]
 
 
 def test_nobody_waits_for_copies_of_locked_memory(block, copies):

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.errors import MismatchError
 from tests.tensorflow.data import ways
-from tests.told import told
 
 COMPLEX = (np.complex64, np.complex128)
 
@@ -57,33 +55,6 @@ def case_complex_sums_averages_and_scatters_are_those_of_both_parts(hvd: Any) ->
                 np.testing.assert_array_equal(result, expected)
             if shape:
                 np.testing.assert_array_equal(scattered(mine), np.array_split(summed, size)[rank])
-
-
-def case_complex_rows_travel_as_they_are(hvd: Any) -> None:
-    size, rank = hvd.size(), hvd.rank()
-
-    def move(tensor: Any) -> list[Any]:
-        return [hvd.allgather(tensor), hvd.broadcast(tensor, size - 1), hvd.alltoall(tensor)]
-
-    for run in ways(move):
-        for dtype, shape in itertools.product(COMPLEX, ((2 * size, 3), (10_000 * size,))):
-            everyones = [values(one, shape, dtype) for one in range(size)]
-            gathered, copied, exchanged = run(tf.constant(everyones[rank]))
-            np.testing.assert_array_equal(gathered, np.concatenate(everyones))
-            np.testing.assert_array_equal(copied, everyones[-1])
-            np.testing.assert_array_equal(exchanged, np.concatenate([np.split(one, size)[rank] for one in everyones]))
-    variable = tf.Variable(values(rank, (5,), np.complex64))
-    hvd.broadcast_variables([variable], size - 1)
-    np.testing.assert_array_equal(variable, values(size - 1, (5,), np.complex64))
-
-
-def case_complex_slices_are_averaged(hvd: Any) -> None:
-    size = hvd.size()
-    for dtype in COMPLEX:
-        mine = values(hvd.rank(), (2, 3), dtype)
-        for run in ways(lambda rows: hvd.allreduce(tf.IndexedSlices(rows, tf.constant([0, 4]), [5, 3])).values):
-            expected = np.concatenate([divided(values(one, (2, 3), dtype), size) for one in range(size)])
-            np.testing.assert_allclose(run(tf.constant(mine)), expected, rtol=1e-6)
 
 
 def case_gradients_of_complex_tensors_follow_tensorflows_convention(hvd: Any) -> None:
@@ -138,16 +109,3 @@ def case_a_tape_averages_complex_and_real_gradients(hvd: Any) -> None:
                 for result, wanted, source in zip(results, expected, sources, strict=True):
                     assert result.dtype == source.dtype
                     np.testing.assert_allclose(result, wanted, rtol=tolerance, atol=tolerance)
-
-
-def case_what_has_no_meaning_for_complex_tensors_is_refused(hvd: Any) -> None:
-    tensor = tf.ones(4, tf.complex64)
-    for op, name in ((hvd.Min, "Min"), (hvd.Max, "Max"), (hvd.Product, "Product"), (hvd.Adasum, "Adasum")):
-        for run in ways(lambda one, op=op: hvd.allreduce(one, op=op)):
-            with told(ValueError, f"op=hvd.{name}", "complex64", "HINT", "hvd.Sum"):
-                run(tensor)
-    if hvd.size() > 1:
-        mine = tensor if hvd.rank() == 0 else tf.ones([4, 2])
-        with told(MismatchError, "data types", "complex64", "float32"):
-            hvd.allreduce(mine, name="apart")
-    np.testing.assert_array_equal(hvd.allreduce(tensor, op=hvd.Sum), np.full(4, hvd.size()))

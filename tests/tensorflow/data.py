@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.ranks import Skip
+
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64)
 REDUCIBLE = (*INTEGERS, *FLOATS)
 MOVABLE = (*REDUCIBLE, tf.bool)
 SHAPES = ((), (1,), (0,), (17,), (3, 0, 2), (5, 4), (2, 3, 4, 5))
+
+
+def needs_ranks(hvd: Any, number: int) -> None:
+    """Skip a case on jobs of fewer ranks."""
+    if hvd.size() < number:
+        raise Skip(f"needs {number} ranks")
 
 
 def ways(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:

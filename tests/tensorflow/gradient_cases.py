@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ import tensorflow as tf
 
 from hvdkit.errors import HorovodInternalError
 from hvdkit.tensorflow.gradient_planned import PART_BYTES, PLANS
-from tests.ranks import Skip
-from tests.tensorflow.data import slow_end, ways
-from tests.told import told, warned
+from tests.tensorflow.data import doubles, needs_ranks, slow_end, ways
+from tests.told import told
 
 ROWS = 4
 
@@ -55,24 +52,28 @@ def plain(loss: Callable[[], Any], sources: Any) -> Any:
     return tape.gradient(value, sources)
 
 
+def averaged(hvd: Any, model: Model, **options: Any) -> Callable[[Any], Any]:
+    """Return a function of this rank's batch that gives the gradients that a tape with these options gives."""
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.loss(x)
+        return hvd.DistributedGradientTape(tape, **options).gradient(loss, model.weights)
+
+    return step
+
+
 def close(gradients: Any, expected: Any, rtol: float = 1e-5) -> None:
     for gradient, other in zip(gradients, expected, strict=True):
         assert gradient.dtype == other.dtype
-        other = tf.cast(other, tf.float64).numpy()
-        np.testing.assert_allclose(tf.cast(gradient, tf.float64), other, rtol, rtol * np.abs(other).max())
+        np.testing.assert_allclose(doubles(gradient), doubles(other), rtol, rtol * np.abs(doubles(other)).max())
 
 
 def case_tape_gradients_are_those_of_the_joined_batch(hvd: Any) -> None:
     for dtype, width in ((tf.float32, 5), (tf.float64, 5), (tf.float32, 300_000)):
         model = Model(dtype, width)
         expected = plain(lambda model=model, dtype=dtype: model.loss(joined(hvd, dtype)), model.weights)
-
-        def step(x: Any, model: Any = model) -> Any:
-            with tf.GradientTape() as tape:
-                loss = model.loss(x)
-            return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
-
-        for run in ways(step):
+        for run in ways(averaged(hvd, model)):
             for _ in range(3):
                 close(run(batch(hvd.rank(), dtype)), expected, 1e-4 if width > 5 else 1e-5)
 
@@ -81,7 +82,6 @@ def case_tape_it_records_as_the_tape_does(hvd: Any) -> None:
     model = Model()
     with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         loss = model.loss(batch(hvd.rank()))
-    assert isinstance(tape, tf.GradientTape)
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
     close(tape.gradient(loss, model.weights), expected)
     close([tape.gradient(loss, model.bias)], expected[1:2])
@@ -114,13 +114,7 @@ def case_tape_sums_and_scales(hvd: Any) -> None:
         ({"groups": 2}, 1),
         ({"groups": [[model.first, model.second]]}, 1),
     ):
-
-        def step(x: Any, options: Any = options) -> Any:
-            with tf.GradientTape() as tape:
-                loss = model.loss(x)
-            return hvd.DistributedGradientTape(tape, **options).gradient(loss, model.weights)
-
-        for run in ways(step):
+        for run in ways(averaged(hvd, model, **options)):
             close(run(batch(hvd.rank())), [factor * one for one in mean])
 
 
@@ -172,16 +166,6 @@ def case_tape_slices_are_gathered_or_dense(hvd: Any) -> None:
             close([run(rows[hvd.rank()])], [expected])
 
 
-def case_tape_slices_are_not_compressed_and_it_says_so(hvd: Any) -> None:
-    table = tf.Variable(tf.zeros([100, 20]), name="embedding_3/table")
-    for as_dense, times in ((False, 1), (True, 0)):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.gather(table, [1, 2]))
-        tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.int8, sparse_as_dense=as_dense)
-        with warned("gradient of embedding/table is sparse", times if hvd.rank() == 0 and hvd.size() > 1 else 0):
-            tape.gradient(loss, table)
-
-
 def case_tape_local_sources_stay_local(hvd: Any) -> None:
     model = Model()
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
@@ -220,55 +204,17 @@ def case_tape_compression(hvd: Any) -> None:
         (hvd.Compression.bf16, 5e-2),
         (Halves, 1e-2),
         ({"first*": hvd.Compression.fp16}, 1e-2),
-        (hvd.Compression.int8(compress="everywhere"), None),
+        (hvd.Compression.int8(compress="everywhere"), 0.05),
     ):
-
-        def step(x: Any, compression: Any = compression) -> Any:
-            with tf.GradientTape() as tape:
-                loss = model.loss(x)
-            return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, model.weights)
-
-        for run in ways(step):
+        for run in ways(averaged(hvd, model, compression=compression)):
             gradients = run(batch(hvd.rank()))
             for gradient, other in zip(gradients, expected, strict=True):
-                scale = float(tf.reduce_max(tf.abs(other)))
-                error = float(tf.reduce_max(tf.abs(gradient - other))) / scale
-                assert error < (0.05 if rtol is None else rtol), (compression, error)
-
-
-def case_tape_compression_of_variables_of_any_shape(hvd: Any) -> None:
-    for shape in (tf.TensorShape([None, 32]), tf.TensorShape(None)):
-        weight = tf.Variable(tf.zeros([64, 32]), shape=shape, name="any_shape")
-
-        def step(factor: Any, weight: Any = weight) -> Any:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(weight * factor)
-            return [hvd.DistributedGradientTape(tape, compression=hvd.Compression.int8).gradient(loss, weight)]
-
-        for run in ways(step):
-            close(run(tf.constant(hvd.rank() + 1.0)), [tf.fill([64, 32], (hvd.size() + 1) / 2)])
-
-
-def case_tape_residuals_carry_on_what_was_not_sent(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("one rank sends nothing")
-    weight = tf.Variable(tf.zeros([64, 64]), name="weight")
-    slope = tf.constant(np.random.default_rng(1).normal(size=(64, 64)), tf.float32)
-    topk = hvd.Compression.topk(0.1, compress="everywhere")
-
-    def step() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight * slope)
-        return hvd.DistributedGradientTape(tape, compression=topk).gradient(loss, weight)
-
-    for run in ways(step):
-        applied = sum(run() for _ in range(40)) / 40
-        assert float(tf.norm(applied - slope) / tf.norm(slope)) < 0.3
+                error = float(tf.reduce_max(tf.abs(gradient - other)) / tf.reduce_max(tf.abs(other)))
+                assert error < rtol, (compression, error)
 
 
 def case_tape_after_batches_of_unknown_size_kernels_are_compressed_too(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("one rank sends nothing")
+    needs_ranks(hvd, 2)
     kernel = tf.Variable(tf.zeros([64, 32]), name="after_unknown_sizes")
     int8 = hvd.Compression.int8(compress="everywhere")
 
@@ -325,41 +271,11 @@ def case_tape_gradients_of_gradients(hvd: Any) -> None:
         close(run(tf.constant(factor)), [tf.constant([6.0 * factor, 12.0 * factor])])
 
 
-def case_tape_several_steps_in_one_graph(hvd: Any) -> None:
-    ours, alone = Model(), Model()
-
-    def descend(model: Model, gradients: Any) -> None:
-        for weight, gradient in zip(model.weights, gradients, strict=True):
-            weight.assign_sub(0.1 * gradient)
-
-    def steps(batches: Any) -> Any:
-        for number in tf.range(tf.shape(batches)[0]):
-            with tf.GradientTape(persistent=True) as tape:
-                loss = ours.loss(batches[number])
-                half = 0.5 * loss
-            tape = hvd.DistributedGradientTape(tape)
-            descend(ours, tape.gradient(loss, ours.weights))
-            descend(ours, tape.gradient(half, ours.weights))
-        return ours.weights[0]
-
-    for run in ways(steps):
-        for _ in range(2):
-            run(tf.stack([batch(hvd.rank(), step=step) for step in range(4)]))
-            for step in range(4):
-                gradients = plain(lambda step=step: alone.loss(joined(hvd, step=step)), alone.weights)
-                descend(alone, [1.5 * one for one in gradients])
-            close(ours.weights, alone.weights, 1e-4)
-
-
 def case_tape_in_a_function_and_in_one_that_it_calls(hvd: Any) -> None:
     """Both use one lane: the second step must not begin before the first has ended."""
     model = Model(width=1000)
 
-    def gradients(x: Any) -> Any:
-        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-            loss = model.loss(x)
-        return tape.gradient(loss, model.weights)
-
+    gradients = averaged(hvd, model)
     inner = tf.function(gradients)
 
     @tf.function
@@ -375,56 +291,17 @@ def case_tape_in_a_function_and_in_one_that_it_calls(hvd: Any) -> None:
 
 
 def case_tape_process_sets(hvd: Any) -> None:
-    if hvd.size() < 3:
-        raise Skip("needs a rank outside")
+    needs_ranks(hvd, 3)
     model, pair = Model(), hvd.add_process_set([0, 2])
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = model.loss(x)
-        return hvd.DistributedGradientTape(tape, process_set=pair).gradient(loss, model.weights)
-
     rows = tf.concat([batch(0), batch(2)], 0) if pair.included() else batch(1)
     expected = plain(lambda: model.loss(rows), model.weights)
-    for run in ways(step):
+    for run in ways(averaged(hvd, model, process_set=pair)):
         close(run(batch(hvd.rank())), expected)
     hvd.remove_process_set(pair)
 
 
-def case_tape_adasum_of_equal_gradients_is_one_of_them(hvd: Any) -> None:
-    if not hvd.check_num_rank_power_of_2(hvd.size()):
-        raise Skip("Adasum needs a power of two")
-    model = Model()
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = model.loss(x)
-        return hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(loss, model.weights)
-
-    expected = plain(lambda: model.loss(batch(0)), model.weights)
-    for run in ways(step):
-        close(run(batch(0)), expected)
-
-
-def case_tape_adasum_travels_in_16_bits(hvd: Any) -> None:
-    if hvd.size() != 2:
-        raise Skip("Adasum works on powers of two, and one rank sends nothing")
-    weight = tf.Variable(tf.ones([3]), name="weight")
-
-    def step(factor: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight * factor)
-        return [
-            hvd.DistributedGradientTape(tape, op=hvd.Adasum, compression=hvd.Compression.fp16).gradient(loss, weight)
-        ]
-
-    for run in ways(step):
-        close(run(tf.constant(1 / 3)), [tf.cast(tf.cast(tf.fill([3], 1 / 3), tf.float16), tf.float32)], 1e-7)
-
-
 def case_tape_at_the_end_of_the_data_nothing_is_begun(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("needs other ranks")
+    needs_ranks(hvd, 2)
     weight = tf.Variable([1.0, 2.0], name="weight")
     penalised = tf.Variable(tf.fill([PART_BYTES // 4], 3.0), name="penalised")  # whose gradient is a part of its own
 
@@ -445,37 +322,8 @@ def case_tape_at_the_end_of_the_data_nothing_is_begun(hvd: Any) -> None:
                 step(iter(slow_end()))
 
 
-def case_tape_reading_attributes_on_one_rank_changes_nothing(hvd: Any) -> None:
-    model = Model()
-    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
-    for when in ("recording", "recorded"):
-        tape = hvd.DistributedGradientTape(tf.GradientTape(persistent=True))
-        with tape:
-            loss = model.loss(batch(hvd.rank()))
-            if hvd.rank() == 0 and when == "recording":
-                inspect.getmembers(tape)
-        if hvd.rank() == 0:
-            mock.create_autospec(tape)
-            assert not hasattr(tape, "nothing")
-        close(tape.gradient(loss, model.weights), expected)
-
-
-def case_tape_a_step_that_fails_leaves_the_next_one_whole(hvd: Any) -> None:
-    model = Model(width=600_000)
-    expected = plain(lambda: model.loss(joined(hvd)), model.weights)
-    step = _failing_step(hvd, model)
-    for fails in (False, True, True, False):
-        if fails:
-            with pytest.raises(tf.errors.InvalidArgumentError, match="asked to fail"):
-                step(batch(hvd.rank()), tf.constant(True))
-            _begin_a_step(hvd, model)
-        else:
-            close(step(batch(hvd.rank()), tf.constant(False)), expected, 1e-4)
-
-
 def case_tape_a_step_that_fails_on_one_rank_is_an_error_on_all(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody to differ from")
+    needs_ranks(hvd, 2)
     model = Model(width=600_000)
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
     step = _failing_step(hvd, model)
@@ -525,34 +373,15 @@ def _begin_a_step(hvd: Any, model: Model) -> None:
         assert plan._lane.in_flight
 
 
-def case_tape_ranks_that_differ_are_told_which_variable(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody to differ from")
-    shape = [3, 4] if hvd.rank() else [4, 3]
-    weight = tf.Variable(tf.ones(shape), name="lopsided")
-
-    def step() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight)
-        return hvd.DistributedGradientTape(tape).gradient(loss, weight)
-
-    for run in ways(step):
-        with told(HorovodInternalError, "lopsided"):
-            run()
-
-
 def case_tape_what_makes_no_sense_is_told(hvd: Any) -> None:
+    wrap = hvd.DistributedGradientTape
     for error, text, make in (
-        (TypeError, "tf.GradientTape", lambda _: hvd.DistributedGradientTape(3)),
-        (ValueError, "once", lambda tape: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))),
-        (ValueError, "op must", lambda tape: hvd.DistributedGradientTape(tape, op=17)),
-        (ValueError, "groups", lambda tape: hvd.DistributedGradientTape(tape, groups=-1)),
-        (
-            ValueError,
-            "predivide",
-            lambda tape: hvd.DistributedGradientTape(tape, op=hvd.Sum, gradient_predivide_factor=2.0),
-        ),
-        (TypeError, "compression", lambda tape: hvd.DistributedGradientTape(tape, compression=3)),
+        (TypeError, "tf.GradientTape", lambda _: wrap(3)),
+        (ValueError, "once", lambda tape: wrap(wrap(tape))),
+        (ValueError, "op must", lambda tape: wrap(tape, op=17)),
+        (ValueError, "groups", lambda tape: wrap(tape, groups=-1)),
+        (ValueError, "predivide", lambda tape: wrap(tape, op=hvd.Sum, gradient_predivide_factor=2.0)),
+        (TypeError, "compression", lambda tape: wrap(tape, compression=3)),
         (ValueError, "local_layers", lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=[3])),
     ):
         with told(error, text):
@@ -561,13 +390,7 @@ def case_tape_what_makes_no_sense_is_told(hvd: Any) -> None:
 
 def case_tape_after_shutdown_and_init_the_same_graph_goes_on(hvd: Any) -> None:
     model = Model()
-
-    @tf.function
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = model.loss(x)
-        return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
-
+    step = tf.function(averaged(hvd, model))
     expected = plain(lambda: model.loss(joined(hvd)), model.weights)
     close(step(batch(hvd.rank())), expected)
     hvd.barrier()

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.ranks import Skip
+from tests.tensorflow.data import needs_ranks
 from tests.tensorflow.gradient_cases import Model, batch, close, plain
 
 LATE_SECONDS = 0.2
@@ -57,8 +57,7 @@ def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], graph: boo
 
 
 def case_a_rank_without_a_batch_in_the_first_epoch_joins(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("one rank has joined alone")
+    needs_ranks(hvd, 2)
     for graph in (False, True):
         check_joins(hvd, lambda rank, epoch, number: rank < hvd.size() - 1 or epoch > 0, graph)
         check_joins(hvd, lambda rank, epoch, number: number < 3 - (rank + epoch) % hvd.size(), graph)
@@ -89,24 +88,3 @@ def case_tapes_with_names_are_paired_by_them(hvd: Any) -> None:
         alone = Model(tf.float64)
         train_alone(alone, batches, hvd.size(), 10.0**index)
         close(model.weights, alone.weights, 1e-10)
-
-
-def case_tapes_of_one_name_in_two_threads_are_an_error(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("one rank reduces nothing")
-    models, errors = [Model() for _ in range(2)], []
-
-    def ask(index: int) -> None:
-        try:
-            stepping(hvd, models[index], name="model")(batch(hvd.rank()))
-        except ValueError as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=ask, args=(index,), name=f"trainer {index}") for index in range(2)]
-    for thread in threads:  # one after the other: the first of them makes its step
-        thread.start()
-        thread.join()
-    assert len(errors) == 1
-    assert "'model' was made in the threads 'trainer 0' and 'trainer 1'" in errors[0]
-    assert "HINT: " in errors[0]
-    assert "DistributedGradientTape(..., name='critic')" in errors[0]
