@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import shutil
-import signal
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import keras
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from hvdkit.engine.loop.driver import Driver
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.for_keras import TorchGradients
-from hvdkit.torch.gradients.named import NamedGradients
-from tests.keras.batches import FEATURES, batches, joined, train
-from tests.keras.models import check_close, check_same_bits
+from tests.keras.batches import FEATURES, batches, check_close, check_same_bits, joined, train
 from tests.told import told
-from tests.torch.ownership_support import Passing
 
 WIDTH = 160  # a matrix of so many rows and columns is large enough for the arena
 GRADIENTS = 6
@@ -131,69 +120,6 @@ def case_a_step_of_ones_own_may_change_gradients_in_any_way(hvd: Any) -> None:
     check(hvd, model, one_process(hvd, 5, sgd(0.05)))
 
 
-def case_an_apply_that_a_user_put_on_the_optimizer_comes_first(hvd: Any) -> None:
-    optimizer = hvd.DistributedOptimizer(sgd())
-    apply = optimizer.apply
-    optimizer.apply = lambda gradients, variables: apply([0.5 * gradient for gradient in gradients], variables)
-    with handed_over() as counts:
-        model = train(compiled(optimizer), batches(hvd.rank(), 5))
-    assert counts == [0] * 5
-    check(hvd, model, one_process(hvd, 5, sgd(0.05)))
-
-
-class Scaling(keras.optimizers.SGD):
-    """An optimizer that scales losses and gradients by itself."""
-
-    def scale_loss(self, loss: Any) -> Any:
-        return 4.0 * super().scale_loss(loss)
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        super().apply([0.25 * grad for grad in grads], trainable_variables)
-
-
-def case_an_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
-    for around in (False, True):
-        optimizer = hvd.DistributedOptimizer(Scaling(0.1))
-        with handed_over() as counts:
-            model = train(
-                compiled(keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer),
-                batches(hvd.rank(), 5),
-            )
-        assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
-        alone = Scaling(0.1)
-        check(hvd, model, one_process(hvd, 5, keras.optimizers.LossScaleOptimizer(alone, 8.0) if around else alone))
-
-
-def case_a_class_of_a_distributed_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
-    optimizer = hvd.DistributedOptimizer(sgd())
-
-    class Doubling(type(optimizer)):  # type: ignore[misc]
-        def scale_loss(self, loss: Any) -> Any:
-            return 2.0 * super().scale_loss(loss)
-
-    optimizer.__class__ = Doubling
-    with handed_over() as counts:
-        model = train(compiled(optimizer), batches(hvd.rank(), 5))
-    assert counts == [0] * 5  # the user's part that comes after hvdkit's is unknown
-    check(hvd, model, one_process(hvd, 5, sgd(0.2)))
-
-
-class Auxiliary(keras.Sequential):
-    """A loss with a backward pass of its own, whose gradients are added."""
-
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
-        if y_pred.requires_grad:  # Keras builds a model by running this with nothing to learn
-            self.optimizer.scale_loss(super().compute_loss(x, 1 - y, self(x))).backward()
-        return super().compute_loss(x, y, y_pred)
-
-
-def case_a_backward_pass_in_the_loss_is_added(hvd: Any) -> None:
-    with handed_over() as counts:
-        model = train(compiled(hvd.DistributedOptimizer(sgd()), Auxiliary), batches(hvd.rank(), 5))
-    assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
-    check(hvd, model, one_process(hvd, 5, kind=Auxiliary))
-
-
 def case_a_hook_of_the_users_that_comes_later_is_not_raced_with(hvd: Any) -> None:
     def halve(parameter: torch.Tensor) -> None:
         parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
@@ -213,112 +139,6 @@ def case_a_hook_of_the_users_that_comes_later_is_not_raced_with(hvd: Any) -> Non
     train(alone, data[3:5])
     hook.remove()
     check(hvd, model, train(alone, data[5:]))
-
-
-class Twice(keras.layers.Layer):
-    """A dense layer that is run twice, each time in a backward pass inside of the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__(dtype="float64")
-        self.dense = keras.layers.Dense(WIDTH, activation="tanh", dtype="float64")
-
-    def build(self, shape: Any) -> None:
-        self.dense.build(shape)
-
-    def call(self, x: Any) -> Any:
-        for _ in range(2):
-            x = checkpoint(self.dense, x, use_reentrant=True)
-        return x
-
-
-def case_gradients_that_become_complete_twice_travel_at_the_end(hvd: Any) -> None:
-    with handed_over() as counts:
-        model = train(compiled(hvd.DistributedOptimizer(sgd()), inside=Twice()), batches(hvd.rank(), 5))
-    assert counts == [0] * 5
-    check(hvd, model, train(compiled(sgd(), inside=Twice()), joined(hvd, 5)))
-
-
-def case_what_goes_by_name_travels_at_the_end(hvd: Any) -> None:
-    submitted: list[int] = []
-    submit = NamedGradients._submit
-
-    def counted(self: NamedGradients, group: Any) -> None:
-        # In the backward pass there is no reduce() on the stack.
-        submitted.append(any(frame.function == "reduce" for frame in inspect.stack(0)))
-        submit(self, group)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NamedGradients, "_submit", counted)
-        model = train(compiled(hvd.DistributedOptimizer(sgd(), compression=Passing)), batches(hvd.rank(), 5))
-    assert submitted == [True] * 5 * GRADIENTS
-    check(hvd, model, one_process(hvd, 5))
-
-
-def case_passes_that_are_added_up_travel_at_the_end(hvd: Any) -> None:
-    optimizer = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
-    with handed_over() as counts:
-        train(compiled(optimizer), batches(hvd.rank(), 6))
-    assert counts == [0, 0, 0]
-
-
-def case_two_optimizers_take_turns_on_one_model(hvd: Any) -> None:
-    model, alone = keras.Sequential(layers()), keras.Sequential(layers())
-    optimizers = [hvd.DistributedOptimizer(sgd(rate)) for rate in (0.1, 0.01)]
-    plain = [sgd(rate) for rate in (0.1, 0.01)]
-    with handed_over() as counts:
-        for own_batch, joint_batch in zip(batches(hvd.rank(), 8), joined(hvd, 8), strict=True):
-            for made, optimizer, batch in ((model, optimizers[0], own_batch), (alone, plain[0], joint_batch)):
-                made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
-                made.train_on_batch(*batch)
-            optimizers.reverse()
-            plain.reverse()
-    assert counts == [0, 0, 0, 0, *[GRADIENTS] * 4]
-    check(hvd, model, alone)
-
-
-def case_a_loop_of_ones_own_between_steps_of_keras(hvd: Any) -> None:
-    def trained(made: Any, data: Any) -> Any:
-        for step, (x, y) in enumerate(data):
-            if step % 3 != 1:
-                made.train_on_batch(x, y)
-                continue
-            made.zero_grad()
-            for _ in range(2):  # passes, whose gradients are added
-                torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y))).backward()
-            weights = made.trainable_weights
-            with torch.no_grad():
-                made.optimizer.apply([weight.value.grad for weight in weights], weights)
-        return made
-
-    with handed_over() as counts:
-        model = trained(compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6))
-    assert counts == [0, 0, 0, GRADIENTS, 0, GRADIENTS]
-    check(hvd, model, trained(compiled(sgd()), joined(hvd, 6)))
-
-
-def case_a_variable_that_becomes_local_later_is_left_alone(hvd: Any) -> None:
-    optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=[], scale_local_gradients=False)
-    model, alone, data = compiled(optimizer), compiled(sgd()), batches(hvd.rank(), 6)
-    local = model.trainable_weights[2]
-    with handed_over() as counts:
-        train(model, data[:3])
-        for target, source in zip(alone.variables, model.variables, strict=True):
-            target.assign(source.value)
-        wanted = keras.ops.convert_to_numpy(local.value) - 0.1 * local_gradient(alone, *data[3])
-        optimizer.register_local_var(local)
-        train(model, data[3:4])
-        assert abs(keras.ops.convert_to_numpy(local.value) - wanted).max() < 1e-6
-        train(model, data[4:])
-    assert counts == [0, 0, GRADIENTS, 0, GRADIENTS - 1, GRADIENTS - 1]
-    others = [weight.value.tolist() for weight in model.trainable_weights if weight is not local]
-    assert len({str(values) for values in hvd.allgather_object(others)}) == 1
-
-
-def local_gradient(made: Any, x: Any, y: Any) -> Any:
-    """Return the gradient of the second layer's kernel."""
-    weight = made.trainable_weights[2].value
-    loss = torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y)))
-    return torch.autograd.grad(loss, weight)[0].numpy()
 
 
 class Failing(torch.autograd.Function):
@@ -358,66 +178,4 @@ def case_an_exception_in_a_backward_pass_is_an_error_on_all_ranks(hvd: Any) -> N
         train(model, data[4:])
     assert counts[:3] == [0, 0, GRADIENTS]
     assert counts[-3:] == [0, GRADIENTS, GRADIENTS]
-    check_same_bits(hvd, model)
-
-
-def case_a_gradient_that_was_changed_after_all_is_an_error(hvd: Any) -> None:
-    model, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6)
-    train(model, data[:3])
-    weight = model.trainable_weights[2].value
-    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # where no hook of hvdkit's can come last
-
-    def change(*_: Any) -> None:
-        weight.grad.mul_(0.5)
-
-    hook = node.register_hook(change)
-    with told(AssertionError, "kernel (2) were changed after", "train_step of the model's own"):
-        model.train_on_batch(*data[3])
-    hook.remove()
-    train(model, data[4:])
-    check_same_bits(hvd, model)
-
-
-class Late(BaseException):
-    """The exception of a watchdog, after a long wait."""
-
-
-def ring(_: int, frame: Any) -> None:
-    """Raise Late while ``reduce()`` waits, on slow machines too, and between two rounds of the engine."""
-    waits = frame.f_code is Driver.drive_until.__code__ and not frame.f_locals["self"]._turn.locked()
-    while waits and frame is not None:
-        if frame.f_code is TorchGradients.reduce.__code__:
-            raise Late
-        frame = frame.f_back
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
-
-
-def case_who_waits_for_a_late_rank_can_be_interrupted(hvd: Any) -> None:
-    model, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 9)
-    for number, (x, y) in enumerate(data):
-        if number not in (1, 5):  # before gradients travel in the backward pass, and after it
-            model.train_on_batch(x, y)
-            continue
-        folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
-        is_interrupted = Path(folder, "interrupted")
-        if hvd.rank() == 0:
-            before = signal.signal(signal.SIGALRM, ring)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            try:
-                with pytest.raises(Late):
-                    model.train_on_batch(x, y)
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
-            is_interrupted.touch()
-            continue
-        # Also until this rank has heard of it: rank 0 may have sent all that this rank needs for the step.
-        lane = lane_of(vars(model.optimizer)["_hvdkit_step"]._gradients)
-        deadline = time.monotonic() + 60
-        while not is_interrupted.exists() or not lane._abandoned_by:
-            assert time.monotonic() < deadline, "rank 0 still waits for this rank"
-            time.sleep(0.01)
-        shutil.rmtree(folder)
-        with told(HorovodInternalError, "rank 0", "an exception"):
-            model.train_on_batch(x, y)
     check_same_bits(hvd, model)

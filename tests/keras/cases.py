@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
 import pickle
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
-from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
+from tests.keras import both
 from tests.keras.batches import (
     FEATURES,
-    NOT_WRAPPED,
     ROWS,
     batches,
-    check_a_metric_of_several_values,
-    check_reading_changes_nothing,
+    check_close,
+    check_same_bits,
+    dense_layers,
     joined,
     train,
+    whole,
 )
-from tests.keras.models import check_close, check_same_bits, compiled, model, numbers, steps_of_one_process
-from tests.keras.unknown_lengths import check_the_end_is_no_pass, of_unknown_length
 from tests.ranks import Skip
 from tests.told import told, warned
 
@@ -41,14 +39,31 @@ def only_tensorflow() -> None:
         raise Skip("of the TensorFlow backend")
 
 
-def only_without_overlap(hvd: Any) -> None:
-    if getattr(hvd, "overlaps", False):
-        raise Skip("a step in the background keeps its model, and others miss it only when somebody waits for it")
-
-
 def only_with_others(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("needs other ranks")
+
+
+def model(seed: int = 1, dtype: str = "float64") -> Any:
+    """Two layers; the same weights for the same seed."""
+    return dense_layers(keras, seed, dtype)
+
+
+def compiled(optimizer: Any, seed: int = 1, dtype: str = "float64", **options: Any) -> Any:
+    """The model with an optimizer."""
+    made = model(seed, dtype)
+    made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **options)
+    return made
+
+
+def numbers(variables: Sequence[Any]) -> list[Any]:
+    """The values of variables."""
+    return [keras.ops.convert_to_numpy(variable.value) for variable in variables]
+
+
+def steps_of_one_process(optimizer: Any, hvd: Any, steps: int = 3) -> Any:
+    """The model after one process took the steps, on all ranks' batches."""
+    return train(compiled(optimizer), joined(hvd, steps))
 
 
 def optimizers() -> dict[str, Any]:
@@ -71,40 +86,19 @@ def new(kind: Any) -> Any:
     return kind(learning_rate=0.01)
 
 
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
 def case_every_optimizer_trains_as_one_process_does(hvd: Any) -> None:
-    for name, kind in optimizers().items():
-        # Muon cannot do float64. Eager, to be quick; other cases are in graphs.
-        options, rtol = ({"dtype": "float32"}, 1e-3) if name == "Muon" else ({}, 1e-5)
-        ours = compiled(hvd.DistributedOptimizer(new(kind)), run_eagerly=True, **options)
-        train(ours, batches(hvd.rank()))
-        assert type(ours.optimizer).__name__ == kind.__name__, name
-        assert isinstance(ours.optimizer, kind), name
-        check_same_bits(hvd, ours)
-        check_close(ours, train(compiled(new(kind), run_eagerly=True, **options), joined(hvd)), rtol, rtol / 100)
+    both.check_every_optimizer(
+        hvd, {name: functools.partial(new, kind) for name, kind in optimizers().items()}, compiled
+    )
 
 
 def case_fit_trains_all_ranks_alike(hvd: Any) -> None:
     for options in ({}, {"run_eagerly": True}, {"steps_per_execution": 2 if TENSORFLOW else 1}):
-        ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), seed=hvd.rank(), **options)
-        first = numbers(model(0).variables)
-        x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 4), strict=True))
-        history = ours.fit(
-            x,
-            y,
-            batch_size=ROWS,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()],
-        )
-        check_same_bits(hvd, ours)
-        alone = compiled(keras.optimizers.Adam(0.01), seed=0)
-        for variable, value in zip(alone.variables, first, strict=True):
-            variable.assign(value)
-        for _ in range(2):
-            train(alone, joined(hvd, 4))
-        check_close(ours, alone)
-        assert len({tuple(losses) for losses in hvd.allgather_object(history.history["loss"])}) == 1
+        both.check_fit(hvd, adam, compiled, **options)
 
 
 def case_a_train_step_of_ones_own_and_a_loop_of_ones_own(hvd: Any) -> None:
@@ -134,9 +128,6 @@ def case_a_loop_of_ones_own_in_a_graph(hvd: Any) -> None:
     only_tensorflow()
     import tensorflow as tf
 
-    from tests.tensorflow.translated import ours as hvdkits
-    from tests.tensorflow.translated import translated
-
     for way in ("apply", "apply_gradients"):
         looped, optimizer = model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
 
@@ -148,10 +139,8 @@ def case_a_loop_of_ones_own_in_a_graph(hvd: Any) -> None:
             else:
                 optimizer.apply_gradients(pairs)
 
-        with translated() as names:
-            for x, y in batches(hvd.rank()):
-                step(tf.constant(x), tf.constant(y))
-        assert hvdkits(names) == []
+        for x, y in batches(hvd.rank()):
+            step(tf.constant(x), tf.constant(y))
         check_close(looped, steps_of_one_process(keras.optimizers.SGD(0.1), hvd))
 
 
@@ -204,52 +193,9 @@ def case_patterns_choose_all_layers_of_a_kind(hvd: Any) -> None:
         assert len(found) == compressed, (pattern, found)
 
 
-def case_compressed_training_is_as_accurate_as_dense(hvd: Any) -> None:
-    only_with_others(hvd)
-    if TENSORFLOW and hvd.size() == 2:
-        raise Skip("on two ranks PyTorch's backend trains so long; TensorFlow's does on three")
-    images, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))  # writers come one after the other
-    images, labels, test = images[order] / 16 - 0.5, labels[order], slice(1400, None)
-    mine = slice(hvd.rank(), 1400, hvd.size())
-    accuracies = {}
-    for name, codec in {
-        "dense": hvd.Compression.none,
-        "int8": hvd.Compression.int8(compress="everywhere"),
-        "topk": hvd.Compression.topk(0.05, compress="everywhere"),
-    }.items():
-        keras.utils.set_random_seed(1)
-        made = keras.Sequential(
-            [
-                keras.layers.Input((64,)),
-                keras.layers.Dense(128, activation="relu"),
-                keras.layers.Dense(128, activation="relu"),
-                keras.layers.Dense(10),
-            ]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.004), compression=codec)
-        made.compile(optimizer, loss, metrics=["accuracy"])
-        rows = 1400 // hvd.size()  # the same number of batches on all ranks
-        made.fit(images[mine][:rows], labels[mine][:rows], batch_size=32, epochs=12, verbose=0)
-        check_same_bits(hvd, made)
-        accuracies[name] = made.evaluate(images[test], labels[test], verbose=0)[1]
-        sent = [one for one in hvd.compression_stats().by_parameter.values() if one.codec.startswith(name)]
-        assert name == "dense" or max(one.ratio for one in sent) > 3, (name, sent)
-    assert accuracies["dense"] > 0.96, accuracies
-    assert min(accuracies.values()) > accuracies["dense"] - 0.015, accuracies
-
-
-def case_overlap_forward_warns_once_and_trains_without_it(hvd: Any) -> None:
-    with warned("overlap_forward is removed: step() ends when the update is made; remove the argument"):
-        optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), overlap_forward=True) for _ in range(2)]
-    ours = train(compiled(optimizers[1]), batches(hvd.rank()))
-    check_close(ours, train(compiled(keras.optimizers.SGD(0.1)), joined(hvd)))
-
-
 def case_several_passes_make_a_step(hvd: Any) -> None:
     data = joined(hvd, 5)
-    pairs = [[np.concatenate(part) for part in zip(*data[i : i + 2], strict=True)] for i in (0, 2)]
+    pairs = [whole(data[i : i + 2]) for i in (0, 2)]
     for wrapped, alone, options in (
         ({"average_aggregated_gradients": True}, keras.optimizers.SGD(0.1), {}),
         ({"average_aggregated_gradients": False}, keras.optimizers.SGD(0.2), {"run_eagerly": True}),
@@ -279,47 +225,8 @@ def case_the_end_of_data_of_unknown_length_is_no_pass(hvd: Any) -> None:
     def scaled() -> Any:
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0)
 
-    check_the_end_is_no_pass(hvd, keras, lambda: keras.optimizers.Adam(0.01), 3)
-    check_the_end_is_no_pass(hvd, keras, scaled, 1)
-
-
-def case_the_end_of_an_iterator_in_a_graph_is_no_pass(hvd: Any) -> None:
-    only_tensorflow()
-    import tensorflow as tf
-
-    def one(step: Any, iterator: Any) -> None:
-        step(*next(iterator))
-
-    def four(step: Any, iterator: Any) -> None:
-        for _ in tf.range(4):
-            step(*next(iterator))
-
-    def step_of(made: Any, optimizer: Any, depends_on_data: bool) -> Any:
-        def step(x: Any, y: Any) -> None:
-            with tf.GradientTape() as tape:
-                loss = sum(tf.reduce_sum(tf.sin(tf.convert_to_tensor(one))) for one in made.trainable_variables)
-                if depends_on_data:
-                    loss += tf.reduce_mean(tf.square(made(x) - y))
-            optimizer.apply(tape.gradient(loss, made.trainable_variables), made.trainable_variables)
-
-        return step
-
-    for way, depends_on_data in ((four, True), (one, False)):
-        looped, alone = model(), model()
-        optimizer = hvd.DistributedOptimizer(
-            keras.optimizers.Adam(0.01), backward_passes_per_step=3, average_aggregated_gradients=True
-        )
-        run = tf.function(functools.partial(way, step_of(looped, optimizer, depends_on_data)))
-        for _ in range(2):
-            iterator = iter(of_unknown_length(batches(hvd.rank(), 6)))
-            with contextlib.suppress(tf.errors.OutOfRangeError):
-                while True:
-                    run(iterator)
-        step, data = step_of(alone, keras.optimizers.Adam(0.01), depends_on_data), joined(hvd, 6) * 2
-        for start in range(0, 12, 3):
-            step(*(np.concatenate(part) for part in zip(*data[start : start + 3], strict=True)))
-        assert count(optimizer) == 4
-        check_close(looped, alone, 1e-6, 1e-6)
+    both.check_the_end_is_no_pass(hvd, keras, lambda: keras.optimizers.Adam(0.01), 3)
+    both.check_the_end_is_no_pass(hvd, keras, scaled, 1)
 
 
 def case_what_had_a_gradient_in_one_of_several_passes_is_used_in_that_step(hvd: Any) -> None:
@@ -335,37 +242,11 @@ def case_what_had_a_gradient_in_one_of_several_passes_is_used_in_that_step(hvd: 
 
 
 def case_a_loss_scale_inside_or_around(hvd: Any) -> None:
-    scale = {"initial_scale": 8.0, "dynamic_growth_steps": 2}
-    expected = steps_of_one_process(keras.optimizers.SGD(0.1), hvd)
-    for wrap in (
-        lambda one: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(one, **scale)),
-        lambda one: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(one), **scale),
-    ):
-        ours = train(compiled(wrap(keras.optimizers.SGD(0.1))), batches(hvd.rank()))
-        check_close(ours, expected)
-        before = numbers(ours.variables)
-        x, y = batches(hvd.rank())[0]
-        if hvd.rank() == hvd.size() - 1:
-            x = x * np.nan
-        ours.train_on_batch(x, y)  # not finite on one rank: all skip the step
-        for value, other in zip(numbers(ours.variables), before, strict=True):
-            np.testing.assert_array_equal(value, other)
-        check_same_bits(hvd, ours)
-        train(ours, batches(hvd.rank()))
-        check_same_bits(hvd, ours)
+    both.check_a_loss_scale(hvd, lambda: keras.optimizers.SGD(0.1), compiled, keras.optimizers.LossScaleOptimizer)
 
 
 def case_mixed_precision_scales_the_loss_by_itself(hvd: Any) -> None:
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), dtype="mixed_float16")
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer)
-    before = numbers(ours.trainable_variables)
-    train(ours, batches(hvd.rank()))
-    check_same_bits(hvd, ours)
-    assert all(np.any(value != other) for value, other in zip(numbers(ours.trainable_variables), before, strict=True))
+    both.check_mixed_precision(hvd, keras.optimizers.SGD(0.1), keras.config.set_dtype_policy, compiled)
 
 
 def case_values_that_replace_a_variable_are_the_largest_of_all(hvd: Any) -> None:
@@ -382,24 +263,8 @@ def case_values_that_replace_a_variable_are_the_largest_of_all(hvd: Any) -> None
 
 
 def case_saved_models_load_with_and_without_hvdkit(hvd: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in (keras.optimizers.Adam, keras.optimizers.SGD, keras.optimizers.Adafactor):
-            path = Path(folder, "model.keras")
-            ours = train(compiled(hvd.DistributedOptimizer(kind(0.01))), batches(hvd.rank()))
-            ours.save(path)
-            loaded = hvd.load_model(path, compression=hvd.Compression.none)
-            for value, other in zip(
-                numbers(loaded.optimizer.variables), numbers(ours.optimizer.variables), strict=True
-            ):
-                np.testing.assert_array_equal(value, other)
-            train(ours, batches(hvd.rank()))
-            train(loaded, batches(hvd.rank()))
-            check_close(loaded, ours)
-            check_same_bits(hvd, loaded)
-            plain = keras.models.load_model(path)
-            assert type(plain.optimizer).__mro__ == type(kind(0.01)).__mro__
-            with warned(NOT_WRAPPED, times=int(hvd.size() > 1)):
-                train(plain, batches(hvd.rank()))
+    for kind in (keras.optimizers.Adam, keras.optimizers.SGD, keras.optimizers.Adafactor):
+        both.check_saved_models(hvd, keras, functools.partial(kind, 0.01), compiled)
 
 
 @keras.saving.register_keras_serializable(package="hvdkit_tests")
@@ -418,40 +283,7 @@ class Own(keras.optimizers.Optimizer):
 
 
 def case_a_model_that_one_rank_loaded_is_given_to_all(hvd: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.keras")
-        if hvd.rank() == 0:
-            train(compiled(keras.optimizers.Adam(0.01), seed=7), batches(0)).save(path)
-            ours = hvd.load_model(path)
-        else:
-            [model() for _ in range(2)]  # which Keras counts in the names of layers
-            ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
-        x, y = batches(hvd.rank(), 1)[0]
-        ours.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-        check_same_bits(hvd, ours)
-        assert count(ours.optimizer) == 4
-
-
-class ComplexLayer(keras.layers.Layer):
-    """A complex kernel, and the square of what it gives."""
-
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=(shape[-1], 1), dtype="complex64", initializer="ones", name="kernel")
-
-    def call(self, inputs: Any) -> Any:
-        hidden = keras.ops.matmul(keras.ops.cast(inputs, "complex64"), self.kernel)
-        return keras.ops.real(hidden * keras.ops.conj(hidden)) + keras.ops.imag(hidden)
-
-
-def case_complex_weights_train_as_in_one_process(hvd: Any) -> None:
-    def made(optimizer: Any) -> Any:
-        one = keras.Sequential([keras.layers.Input((FEATURES,)), ComplexLayer()])
-        one.compile(optimizer=optimizer, loss="mse")
-        return one
-
-    ours = train(made(hvd.DistributedOptimizer(keras.optimizers.SGD(0.001))), batches(hvd.rank(), 3))
-    check_close(ours, train(made(hvd.unsynchronized(keras.optimizers.SGD(0.001))), joined(hvd, 3)), atol=1e-6)
-    check_same_bits(hvd, ours)
+    both.check_a_model_that_one_rank_loaded(hvd, adam, compiled, ".keras")
 
 
 def case_random_numbers_stay_each_ranks_own(hvd: Any) -> None:
@@ -479,78 +311,27 @@ def case_optimizers_that_somebody_else_wrote(hvd: Any) -> None:
         check_same_bits(hvd, loaded)
 
 
-def case_from_config_is_distributed_too(hvd: Any) -> None:
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.Sum)
-    again = type(optimizer).from_config(optimizer.get_config())
-    ours = train(compiled(again), batches(hvd.rank()))
-    check_close(ours, steps_of_one_process(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9), hvd))
-
-
 def case_copies_are_distributed_too(hvd: Any) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), op=hvd.Sum)
     alone = steps_of_one_process(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9), hvd)
-    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301 (our own)
+    copies = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))  # noqa: S301 (our own)
+    for again in (*copies, type(optimizer).from_config(optimizer.get_config())):
         check_close(train(compiled(again), batches(hvd.rank())), alone)
         assert again is not optimizer
     assert not optimizer.built
 
 
-def case_copies_know_which_layers_stay_local(hvd: Any) -> None:
-    only_with_others(hvd)
-    ours = model()
-    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=ours.layers[0])
-    ours.compile(optimizer=copy.copy(optimizer), loss="mse")
-    train(ours, batches(hvd.rank()))
-    digests = hvd.allgather_object([value.tobytes() for value in numbers(ours.trainable_variables)])
-    alike = [len({one[index] for one in digests}) == 1 for index in range(4)]
-    assert alike == [False, False, True, True]
-    for copied in (copy.deepcopy, pickle.dumps):
-        with told(TypeError, "kernel", "bias", "HINT", "register_local_var"):
-            copied(optimizer)
-
-
-def case_reading_attributes_on_one_rank_changes_nothing(hvd: Any) -> None:
-    def scaled(one: Any) -> Any:
-        return keras.optimizers.LossScaleOptimizer(one)
-
-    for make in (
-        lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), backward_passes_per_step=2),
-        lambda: hvd.DistributedOptimizer(scaled(keras.optimizers.Adam(0.01))),
-        lambda: scaled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))),
-    ):
-        check_reading_changes_nothing(hvd, lambda make=make: compiled(make(), run_eagerly=True))
-
-
-def case_what_a_shell_completes_is_the_api_alone(hvd: Any) -> None:
-    import hvdkit.keras
-
-    modules = [hvdkit.keras]  # not what may stand for it here
-    if TENSORFLOW:
-        import hvdkit.tensorflow
-        import hvdkit.tensorflow.keras
-
-        modules += [hvdkit.tensorflow, hvdkit.tensorflow.keras]
-    for module in modules:
-        assert dir(module) == sorted(module.__all__)
-        assert all(hasattr(module, name) for name in dir(module)), module
-
-
 def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
     times = int(hvd.size() > 1)
-    with warned(NOT_WRAPPED, times):
+    with warned(both.NOT_WRAPPED, times):
         train(compiled(keras.optimizers.Adam(0.01)), batches(hvd.rank()))
-    with warned(NOT_WRAPPED, 0):
+    with warned(both.NOT_WRAPPED, 0):
         train(compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))), batches(hvd.rank()))
-    with warned(NOT_WRAPPED, times):  # a second one, left as it was
-        second = keras.optimizers.SGD(0.01)
-        made = model()
-        for x, y in batches(hvd.rank()):
-            second.apply(gradients_of(made, x, y), made.trainable_variables)
-    with warned(NOT_WRAPPED, 0):  # whose gradients a loop reduces by hand
-        by_hand = keras.optimizers.SGD(0.01)
+    made, by_hand = model(), keras.optimizers.SGD(0.01)
+    with warned(both.NOT_WRAPPED, 0):  # whose gradients a loop reduces by hand
         for x, y in batches(hvd.rank()):
             by_hand.apply([hvd.allreduce(one) for one in gradients_of(made, x, y)], made.trainable_variables)
-    with warned(NOT_WRAPPED, 0):  # who says that it is on purpose
+    with warned(both.NOT_WRAPPED, 0):  # who says that it is on purpose
         train(compiled(hvd.unsynchronized(keras.optimizers.SGD(0.01))), batches(hvd.rank()))
     if TENSORFLOW:
         import tensorflow as tf
@@ -561,25 +342,10 @@ def case_nobody_trains_unsynchronised_in_silence(hvd: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(made(x))
         gradients = hvdkit.tensorflow.DistributedGradientTape(tape).gradient(loss, made.trainable_variables)
-        with warned(NOT_WRAPPED, 0):
+        with warned(both.NOT_WRAPPED, 0):
             keras.optimizers.SGD(0.01).apply(gradients, made.trainable_variables)
-        with warned(NOT_WRAPPED, times):  # of another model nobody reduced them
+        with warned(both.NOT_WRAPPED, times):  # of another model nobody reduced them
             plain.apply(gradients_of(other, x, y), other.trainable_variables)
-
-
-def case_what_a_model_took_goes_with_it(hvd: Any) -> None:
-    only_without_overlap(hvd)
-
-    def lanes() -> int:
-        gc.collect()
-        return len(runtime.engine().lanes)
-
-    before = lanes()
-    ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True), batches(hvd.rank()))
-    assert hvd.size() == 1 or lanes() == before + 1
-    keras.backend.clear_session()
-    del ours
-    assert lanes() == before
 
 
 def case_local_layers_stay_local(hvd: Any) -> None:
@@ -622,8 +388,7 @@ def case_process_sets(hvd: Any) -> None:
     pair = hvd.add_process_set([0, 2])
     ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=pair)), batches(hvd.rank()))
     members = [0, 2] if pair.included() else [hvd.rank()]
-    everyones = [batches(rank) for rank in members]
-    data = [[np.concatenate([own[step][part] for own in everyones]) for part in (0, 1)] for step in range(3)]
+    data = [whole(own) for own in zip(*(batches(rank) for rank in members), strict=True)]
     check_close(ours, train(compiled(keras.optimizers.SGD(0.1)), data))
     hvd.remove_process_set(pair)
 
@@ -645,13 +410,10 @@ def case_embeddings(hvd: Any) -> None:
     def rows(rank: int) -> Any:
         return np.random.default_rng(rank).integers(0, 10, size=(ROWS, 3)), np.full((ROWS, 1), float(rank))
 
-    everyones = [np.concatenate(part) for part in zip(*map(rows, range(hvd.size())), strict=True)]
+    everyones = whole([rows(rank) for rank in range(hvd.size())])
     # Of indices that occur several times Keras's Adagrad adds up the squares, unless they are dense.
-    for as_dense, kind in (
-        (False, keras.optimizers.SGD),
-        (True, keras.optimizers.SGD),
-        (False, keras.optimizers.Adagrad),
-    ):
+    sgd, adagrad = keras.optimizers.SGD, keras.optimizers.Adagrad
+    for as_dense, kind in ((False, sgd), (True, sgd), (False, adagrad)):
         optimizer = hvd.DistributedOptimizer(kind(0.1), sparse_as_dense=as_dense)
         ours = train(embedding(optimizer), [rows(hvd.rank())] * 3)
         check_same_bits(hvd, ours)
@@ -666,19 +428,12 @@ def case_learning_rates_warm_up_and_fall(hvd: Any) -> None:
             told_rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
 
     ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.8, momentum=0.5)))
-    x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 2), strict=True))
-    history = ours.fit(
-        x,
-        y,
-        batch_size=ROWS,
-        epochs=4,
-        verbose=0,
-        callbacks=[
-            hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2),
-            hvd.callbacks.LearningRateScheduleCallback(0.8, lambda epoch: 0.1**epoch, start_epoch=2),
-            Tell(),
-        ],
-    )
+    callbacks = [
+        hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2),
+        hvd.callbacks.LearningRateScheduleCallback(0.8, lambda epoch: 0.1**epoch, start_epoch=2),
+        Tell(),
+    ]
+    history = ours.fit(*whole(batches(hvd.rank(), 2)), batch_size=ROWS, epochs=4, verbose=0, callbacks=callbacks)
     size = hvd.size()
     warm = [0.8 / size * ((step + 1) / 2 * (size - 1) / 2 + 1) for step in range(4)]
     np.testing.assert_allclose(told_rates, [*warm, 0.008, 0.008, 0.0008, 0.0008], rtol=1e-5)
@@ -739,7 +494,7 @@ def case_each_element_of_a_metric_gets_its_own_average(hvd: Any) -> None:
 
 
 def case_a_metric_of_several_values_is_averaged_by_fit(hvd: Any) -> None:
-    check_a_metric_of_several_values(hvd, keras)
+    both.check_a_metric_of_several_values(hvd, keras)
 
 
 def case_metrics_of_another_form_are_told(hvd: Any) -> None:
@@ -751,18 +506,10 @@ def case_metrics_of_another_form_are_told(hvd: Any) -> None:
         ({"f1": 1.0}, {"f1": None}, ("rank 0: f1;", "rank 1: none")),
         ({"f1": {"a": 1.0}}, {"f1": {"b": 1.0}}, ("'a'", "'b'")),
         ({"f1": [1.0, 2.0]}, {"f1": [1.0]}, ("different metrics",)),
+        ({"loss": 1.0, "val_loss": 2.0}, {"loss": 1.0}, ("rank 0: loss, val_loss", "rank 1: loss")),
     ):
         with told(ValueError, *texts):
             callback.on_epoch_end(0, dict(mine if hvd.rank() == 0 else others))
-
-
-def case_ranks_with_other_metrics_are_told(hvd: Any) -> None:
-    only_with_others(hvd)
-    ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    x, y = batches(hvd.rank(), 1)[0]
-    validation = {"validation_data": (x, y)} if hvd.rank() == 0 else {}
-    with told(ValueError, "different metrics", "rank 0: loss, val_loss", "rank 1: loss"):
-        ours.fit(x, y, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()], **validation)
 
 
 def case_ranks_with_other_learning_rates_are_told(hvd: Any) -> None:
@@ -783,20 +530,10 @@ def case_ranks_with_other_learning_rates_are_told(hvd: Any) -> None:
 
 def case_other_numbers_of_batches_are_an_error_and_no_hang(hvd: Any) -> None:
     only_with_others(hvd)
-    only_without_overlap(hvd)
     ours = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 3 if hvd.rank() else 4), strict=True))
+    x, y = whole(batches(hvd.rank(), 3 if hvd.rank() else 4))
     with told(HorovodInternalError, "MetricAverageCallback"):
         ours.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
-
-
-def case_ranks_with_other_models_are_told_which_variable(hvd: Any) -> None:
-    only_with_others(hvd)
-    keras.utils.set_random_seed(1)
-    made = keras.Sequential([keras.layers.Input((FEATURES,)), keras.layers.Dense(hvd.rank() + 1, name="lopsided")])
-    made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
-    with told(HorovodInternalError, "lopsided"):
-        made.train_on_batch(np.ones((ROWS, FEATURES)), np.ones((ROWS, 1)))
 
 
 def case_operations_take_what_becomes_a_tensor(hvd: Any) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdkit.errors import ParametersDifferError
-from tests.keras.batches import ROWS, batches, train
-from tests.keras.cases import TENSORFLOW, only_with_others
-from tests.keras.models import check_same_bits, compiled, model
+from tests.keras.batches import ROWS, batches, check_same_bits, train, whole
+from tests.keras.cases import TENSORFLOW, compiled, model, only_with_others
 from tests.told import told, warned
 
 
@@ -35,9 +33,8 @@ def case_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
 def case_fit_with_the_callback_passes(hvd: Any) -> None:
     for options in ({}, {"run_eagerly": True}, {"steps_per_execution": 2 if TENSORFLOW else 1}):
         ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), seed=hvd.rank(), **options)
-        x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 4), strict=True))
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-        ours.fit(x, y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        ours.fit(*whole(batches(hvd.rank(), 4)), batch_size=ROWS, epochs=2, verbose=0, callbacks=callbacks)
         check_same_bits(hvd, ours)
 
 
