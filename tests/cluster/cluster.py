@@ -138,17 +138,6 @@ class Cluster:
         return result.output
 
     @contextmanager
-    def limited(self, rate: str) -> Iterator[None]:
-        """All workers' links, slowed down to ``rate`` ("100mbit") in the direction out of them."""
-        for host in WORKERS:
-            self.shell(f"tc qdisc add dev {LINK} root tbf rate {rate} burst 256kb latency 200ms", host, "root")
-        try:
-            yield
-        finally:
-            for host in WORKERS:
-                self.shell(f"tc qdisc del dev {LINK} root", host, "root")
-
-    @contextmanager
     def cut(self, host: str) -> Iterator[None]:
         """A host that no packet reaches or leaves, with nobody being told."""
         self.shell(f"ip link set {LINK} down", host, "root")
@@ -156,10 +145,6 @@ class Cluster:
             yield
         finally:
             self.shell(f"ip link set {LINK} up", host, "root")
-
-    def sent(self, host: str) -> int:
-        """Bytes that have left a host."""
-        return int(self.shell(f"cat /sys/class/net/{LINK}/statistics/tx_bytes", host))
 
     def left_behind(self, host: str) -> str:
         """What is on a host that was not there when it started: processes, shared memory, ports, files of sessions.

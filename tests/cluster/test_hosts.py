@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 import hvdkit
 from tests.cluster.cluster import Cluster
 from tests.cluster.test_launchers import INTRODUCE
 
 START_SECONDS = 10  # for what comes before and after the look at the hosts
 VERSION_FILE = "/opt/hvdkit/lib/python3.11/site-packages/hvdkit/__init__.py"
-
-
-@pytest.mark.thorough
-def test_a_host_without_a_name_is_named(cluster: Cluster):
-    result = cluster.run(["hvdkitrun", "--gloo", "-np", "2", "-H", "w1:1,w9:1", "--start-timeout", "8", *INTRODUCE])
-    assert result.status == 1
-    assert "cannot reach host w9 by ssh: " in result.output, result.output
 
 
 def test_a_host_that_does_not_answer_is_named_within_the_start_timeout(cluster: Cluster):
@@ -55,12 +46,3 @@ def test_a_key_is_made_anew_in_each_cluster_and_none_is_in_the_image(cluster: Cl
     assert there == ["600", "worker"]
     keys = "find / -xdev -name 'id_*25519*' -o -xdev -name 'id_*sa' -o -xdev -name 'ssh_host_*' 2>/dev/null || true"
     assert cluster.shell(keys, "w1").split() == []
-
-
-@pytest.mark.thorough
-def test_the_doctor_finds_what_the_image_has(cluster: Cluster):
-    result = cluster.run(["hvdkit", "doctor"], host="w1")
-    lines = {line[5:].partition(":")[0]: line for line in result.output.splitlines() if line.startswith("[")}
-    for name in ("PyTorch", "TensorFlow", "Keras", "MPI", "Gloo", "kernels"):
-        assert lines[name].startswith("[ok]"), result.output
-    assert "built for torch" in lines["Horovod"]

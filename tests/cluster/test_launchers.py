@@ -9,7 +9,6 @@ import pytest
 from tests.cluster.cluster import PATIENCE_SECONDS, WORKERS, Cluster, Result
 
 INTRODUCE = ["python", "/programs/introduce.py"]
-INTRODUCE_TENSORFLOW = ["python", "/programs/introduce_tensorflow.py"]
 EACH = ",".join(f"{host}:1" for host in WORKERS)
 PAIRS = ",".join(f"{host}:2" for host in WORKERS)
 SYSTEM_MPI = {
@@ -46,30 +45,8 @@ def test_hvdkitrun(cluster: Cluster, controller, transport):
         assert all(rank["mpi"].startswith("Open MPI v5") for rank in told)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
-def test_hvdkitrun_from_one_of_the_hosts_with_a_hostfile(cluster: Cluster, controller):
-    cluster.shell("printf 'w1 slots=1\\nw2 slots=1\\nw3 slots=1\\n' > /work/hosts", "w1")
-    result = cluster.run(["hvdkitrun", controller, "-np", "3", "--hostfile", "/work/hosts", *INTRODUCE], host="w1")
-    check(result, 3, "torch" if controller == "--gloo" else "mpi")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
-def test_hvdkitrun_with_a_named_interface_and_port(cluster: Cluster, controller):
-    flags = [controller, "-np", "3", "-H", EACH, "--network-interfaces", "eth0", "-p", "2222"]
-    check(cluster.run(["hvdkitrun", *flags, *INTRODUCE]), 3, "torch" if controller == "--gloo" else "mpi")
-
-
 def test_mpirun_of_the_wheel(cluster: Cluster):
     check(cluster.run(["mpirun", "-np", "3", "-H", EACH, *INTRODUCE]), 3, "mpi")
-
-
-@pytest.mark.thorough
-def test_mpirun_of_the_system(cluster: Cluster):
-    command = ["mpirun", "-np", "3", "-H", EACH, "-x", "PATH", "-x", "MPI4PY_LIBMPI", *INTRODUCE]
-    told = check(cluster.run(command, **SYSTEM_MPI), 3, "mpi")
-    assert all(rank["mpi"].startswith("Open MPI v4.1") for rank in told)
 
 
 def test_torchrun(cluster: Cluster):
@@ -100,12 +77,6 @@ def test_horovodrun_in_its_mpi_mode(cluster: Cluster, asked, transport):
     assert all(rank["mpi"].startswith("Open MPI v4.1") for rank in told)
 
 
-@pytest.mark.thorough
-def test_tensorflow_under_horovodrun_though_horovod_was_built_for_pytorch(cluster: Cluster):
-    result = cluster.run(["horovodrun", "--gloo", "-np", "3", "-H", EACH, *INTRODUCE_TENSORFLOW])
-    check(result, 3, "torch")
-
-
 def test_ranks_of_a_host_share_memory_with_dockers_default_of_it(cluster: Cluster):
     assert cluster.shell("df --output=size -m /dev/shm | tail -n 1", "w1").strip() == "64"
     program = (
@@ -118,16 +89,3 @@ def test_ranks_of_a_host_share_memory_with_dockers_default_of_it(cluster: Cluste
     )
     result = cluster.run(["hvdkitrun", "--gloo", "-np", "4", "-H", "w1:2,w2:2", "python", "-c", program])
     assert result.status == 0, result.output
-
-
-@pytest.mark.parametrize("transport", ["torch", pytest.param("horovod", marks=pytest.mark.thorough)])
-def test_a_smaller_job_of_one_rank_of_each_host(cluster: Cluster, transport: str):
-    # Two ranks, of which each host has two: they are on two hosts all the same.
-    flags = ["-np", "4", "-H", "w1:2,w2:2"]
-    result = cluster.run(
-        ["hvdkitrun", "--gloo", *flags, "python", "/programs/part.py", "0", "2"], HVDKIT_TRANSPORT=transport
-    )
-    assert result.status == 0, result.output
-    assert result.records() == [
-        {"rank": rank, "host": host, "local_size": 1, "sum": 3.0} for rank, host in enumerate(["w1", "w2"])
-    ], result.output
