@@ -131,20 +131,6 @@ def test_the_citation_names_this_version():
     assert f"\nversion: {hvdkit.__version__}\n" in (DOCS.parent / "CITATION.cff").read_text()
 
 
-def test_every_flag_says_what_it_does():
-    assert [action.dest for action in build_parser()._actions if not action.help] == []
-
-
-def test_help_calls_the_value_of_a_flag_what_the_page_calls_it():
-    text, page = " ".join(build_parser().format_help().split()), (DOCS / "api" / "hvdkitrun.md").read_text()
-    named = re.findall(r"^\| ((?:`-[\w-]+`(?:, )?)+) `([A-Z]\S*)` \| ", page, re.M)
-    assert ("`-np`, `--num-proc`", "N") in named
-    assert len(named) > 10
-    for flags, value in named:
-        each = re.findall("`(.*?)`", flags)  # Python 3.13 has the value once, behind the last one
-        assert any(form in text for form in (f"{f' {value}, '.join(each)} {value}", f"{', '.join(each)} {value}"))
-
-
 @pytest.mark.parametrize("module", PAGES)
 def test_a_page_of_the_api_has_all_names_of_its_module_and_no_others(modules, module):
     names = documented(PAGES[module])

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from tests.launch.launching import run_to_end
 from tests.ranks import ROOT, rank_environment
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import arrival
 import jobs
-import namespaces
 import time_to_loss
 
 SMALL_MODEL = ["--layers", "1", "--width", "32"]
@@ -49,16 +48,8 @@ BENCHMARKS = {
 
 def run(name: str, flags: list[str], folder: Path) -> tuple[dict[str, Any], str]:
     """What a benchmark wrote and printed."""
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{name}.py", *flags, "--output", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        cwd=ROOT,
-        env=rank_environment(),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_to_end([sys.executable, f"benchmarks/{name}.py", *flags, "--output", str(folder)], 280)
+    assert done.status == 0, done.stdout + done.stderr
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((folder / f"{name}.json").read_text()), done.stdout
 
@@ -97,24 +88,13 @@ def test_a_benchmark_runs_and_tells_of_every_peer(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_the_convolutional_network_trains_too(tmp_path: Path) -> None:
-    flags = ["--model", "convolution", "--images", "2", "--pixels", "32", "--steps", "1", "--warmup-steps", "0"]
-    document, _ = run("step", [*flags, "--rounds", "1", "--peers", "hvdkit torch"], tmp_path)
-    assert document["models"]["convolution"]["parameters"] > 20e6
-
-
-@pytest.mark.thorough
 def test_contestants_take_turns_in_one_job(tmp_path: Path) -> None:
     flags = ["--models", "words", "--batch-size", "1", "--blocks", "2", "--block", "1"]
     document, printed = run("beside", [*flags, "--rounds", "1", "--peers", "hvdkit torch"], tmp_path)
     (one,) = document["models"].values()
     assert not one["errors"]
-    assert [entry["peer"] for entry in one["summary"]["hvdkit torch"]] == [
-        "alone",
-        "alone with a barrier",
-        "DDP",
-        "hvdkit",
-    ]
+    peers = [entry["peer"] for entry in one["summary"]["hvdkit torch"]]
+    assert peers == ["alone", "alone with a barrier", "DDP", "hvdkit"]
     assert all(math.isfinite(number) and number for number in numbers(one["rounds"]))
     assert "of DDP's loss avoided" in printed
 
@@ -126,15 +106,9 @@ def test_a_checkout_without_native_kernels_is_told_at_the_start(name: str, path:
     """Beside an hvdkit that has them, for the scripts that start ranks, which import the checkout's."""
     for part in ("benchmarks", "hvdkit"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "results"))
-    done = subprocess.run(
-        [sys.executable, f"{tmp_path}/benchmarks/{name}.py", "--rounds", "1", "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=rank_environment(PYTHONPATH=str(path or tmp_path)),
-    )
-    assert done.returncode == 1
+    command = [sys.executable, f"{tmp_path}/benchmarks/{name}.py", "--rounds", "1", "--output", str(tmp_path)]
+    done = run_to_end(command, PYTHONPATH=str(path or tmp_path))
+    assert done.status == 1
     assert not done.stdout
     problem, hint = done.stderr.splitlines()
     assert f"in {tmp_path}, has no native kernels" in problem
@@ -147,36 +121,6 @@ def test_all_scripts_look_for_native_kernels() -> None:
     assert len(programs) >= len(BENCHMARKS)
     assert all("common.parse(parser)" in program for program in programs)
     assert jobs.without_native_kernels(rank_environment()) is None
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
-def test_two_hosts_are_made_measured_and_taken_down(tmp_path: Path) -> None:
-    before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    flags = [*SMALL_STEP, "--gigabits", "1", "--megabytes", "1", "--calls", "1"]
-    document, printed = run("two_hosts", [*flags, "--rounds", "1", "--peers", "hvdkit mpi", "Gloo", "alone"], tmp_path)
-    (rate,) = document["rates"]
-    assert rate["gigabits"] == 1
-    for part, peers in {"allreduce": ["Gloo", "hvdkit mpi"], "step": ["alone", "hvdkit mpi"]}.items():
-        assert sorted(one["peer"] for one in rate[part]["summary"]) == peers, rate[part]["errors"]
-    assert "share of the wire" in printed
-    assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout == before
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
-def test_training_between_two_hosts_tells_when_each_contestant_reaches_a_loss(tmp_path: Path) -> None:
-    size = [*SMALL_MODEL, "--context", "16", "--batch-size", "4", "--held-out", "32", "--max-bytes", "1000000"]
-    flags = [*size, "--gigabits", "1", "--steps", "12", "--evaluate-every", "2", "--warmup-steps", "1", "--lr", "0.01"]
-    peers = ["DDP", "hvdkit int8", "hvdkit topk"]
-    document, printed = run("time_to_loss", [*flags, "--rounds", "1", "--peers", *peers], tmp_path)
-    (rate,) = document["rates"]
-    assert not rate["errors"]
-    found = {one["peer"]: one for one in rate["summary"]}
-    assert sorted(found) == peers
-    assert found["DDP"]["seconds_to"]["dense"] > 0
-    assert found["hvdkit topk"]["wire_bytes"] < found["hvdkit int8"]["wire_bytes"] < found["DDP"]["wire_bytes"]
-    assert all(re.search(rf"\| +{peer} +\|", printed) for peer in peers), printed
 
 
 def _trained(*losses: float) -> dict[str, Any]:

@@ -24,11 +24,6 @@ CASES = {
     "no port to meet at": (without(BY_HAND, "MASTER_PORT"), ["MASTER_ADDR=h0", "missing MASTER_PORT"]),
     "torchrun without WORLD_SIZE": (without(TORCHRUN, "WORLD_SIZE"), ["torchrun", "missing WORLD_SIZE"]),
     "hvdkitrun without its size": (without(HVDKITRUN, "HVDKIT_SIZE"), ["HVDKIT_RANK=0", "missing HVDKIT_SIZE"]),
-    "hvdkitrun without its rank": (without(HVDKITRUN, "HVDKIT_RANK"), ["HVDKIT_SIZE=4", "missing HVDKIT_RANK"]),
-    "hvdkitrun without its address": (
-        without(HVDKITRUN, "HVDKIT_RENDEZVOUS_ADDR"),
-        ["HVDKIT_RENDEZVOUS_PORT=23456", "missing HVDKIT_RENDEZVOUS_ADDR"],
-    ),
     "horovodrun without its server": (
         without(HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         ["HOROVOD_RANK=3", "missing HOROVOD_GLOO_RENDEZVOUS_PORT"],
@@ -36,19 +31,12 @@ CASES = {
     "Open MPI without a size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), ["missing OMPI_COMM_WORLD_SIZE"]),
     "PMI without a rank": (without(PMI, "PMI_RANK"), ["PMI_SIZE=4", "missing PMI_RANK"]),
     "srun without a size": (without(SRUN, "SLURM_STEP_NUM_TASKS"), ["SLURM_PROCID=2", "missing SLURM_NTASKS"]),
-    "srun without a rank": (without(SRUN, "SLURM_PROCID"), ["SLURM_STEP_NUM_TASKS=3", "missing SLURM_PROCID"]),
     # out of range
     "rank not below size": ({**BY_HAND, "RANK": "2"}, ["RANK=2", "WORLD_SIZE=2", "smaller"]),
-    "rank negative": ({**BY_HAND, "RANK": "-1"}, ["RANK='-1'", "whole number"]),
     "rank no number": ({**BY_HAND, "RANK": "one"}, ["RANK='one'", "whole number"]),
-    "rank empty": ({**BY_HAND, "RANK": ""}, ["RANK=''", "whole number"]),
     "size zero": ({**BY_HAND, "RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0", "at least 1"]),
     "local rank not below local size": ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
     "local size above size": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=2"]),
-    "cross rank not below cross size": (
-        {**HVDKITRUN, "HVDKIT_CROSS_RANK": "2"},
-        ["HVDKIT_CROSS_RANK=2", "HVDKIT_CROSS_SIZE=2"],
-    ),
     "port out of range": ({**BY_HAND, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536", "TCP port"]),
     "Slurm's list of nodes": ({**SRUN, "SLURM_STEP_NODELIST": "node[1-"}, ["node[1-", "MASTER_ADDR"]),
     # two launchers
@@ -56,7 +44,6 @@ CASES = {
         {**OPENMPI, "RANK": "1", "WORLD_SIZE": "4"},
         ["OMPI_COMM_WORLD_RANK=2", "OMPI_COMM_WORLD_SIZE=4", "RANK=1 WORLD_SIZE=4"],
     ),
-    "Open MPI and WORLD_SIZE alone": ({**OPENMPI, "WORLD_SIZE": "8"}, ["OMPI_COMM_WORLD_SIZE=4", "WORLD_SIZE=8"]),
     "PMI and RANK": ({**PMI, **BY_HAND}, ["PMI_RANK=2 PMI_SIZE=4", "RANK=1 WORLD_SIZE=2"]),
     "srun with PMIx and RANK": ({**SRUN_PMIX, **BY_HAND}, ["SLURM_PROCID=2", "RANK=1 WORLD_SIZE=2"]),
 }

@@ -9,138 +9,87 @@ import pytest
 from hvdkit import environments
 from hvdkit.environments import Rendezvous, World, detect
 
-HVDKITRUN = {
-    "HVDKIT_RANK": "0",
-    "HVDKIT_SIZE": "4",
-    "HVDKIT_LOCAL_RANK": "0",
-    "HVDKIT_LOCAL_SIZE": "2",
-    "HVDKIT_CROSS_RANK": "0",
-    "HVDKIT_CROSS_SIZE": "2",
-    "HVDKIT_RENDEZVOUS_ADDR": "127.0.0.1",
-    "HVDKIT_RENDEZVOUS_PORT": "23456",
-    "HVDKIT_RENDEZVOUS_FD": "5",
-    "HVDKIT_JOB": "1f",
-}
-HOROVODRUN_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-HOROVODRUN = {
-    **dict(zip((f"HOROVOD_{name}" for name in HOROVODRUN_NAMES), ("3", "4", "1", "2", "1", "2"), strict=True)),
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4444",
-}
-BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"}
-TORCHRUN = {
-    **BY_HAND,
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "TORCHELASTIC_RUN_ID": "run-7",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-h-12@1",
-    "PMIX_RANK": "2",
-}
-PMI = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-SRUN = {
-    "SLURM_JOB_ID": "100",
-    "SLURM_STEP_ID": "3",
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    "SLURM_STEP_NODELIST": "node[07-08]",
-}
-BATCH_SCRIPT = {"SLURM_JOB_ID": "100", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"}
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+HVDKITRUN = variables(
+    "HVDKIT_RANK=0 HVDKIT_SIZE=4 HVDKIT_LOCAL_RANK=0 HVDKIT_LOCAL_SIZE=2 HVDKIT_CROSS_RANK=0 HVDKIT_CROSS_SIZE=2 "
+    "HVDKIT_RENDEZVOUS_ADDR=127.0.0.1 HVDKIT_RENDEZVOUS_PORT=23456 HVDKIT_RENDEZVOUS_FD=5 HVDKIT_JOB=1f"
+)
+HOROVODRUN = variables(
+    "HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 HOROVOD_CROSS_RANK=1 "
+    "HOROVOD_CROSS_SIZE=2 HOROVOD_GLOO_RENDEZVOUS_ADDR=10.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=4444"
+)
+PLACE = variables("MASTER_ADDR=h0 MASTER_PORT=29500")
+BY_HAND = {**variables("RANK=1 WORLD_SIZE=2"), **PLACE}
+TORCHRUN = BY_HAND | variables(
+    "LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=run-7 "
+    "TORCHELASTIC_USE_AGENT_STORE=True"
+)
+OPENMPI = variables(
+    "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 "
+    "PMIX_NAMESPACE=prterun-h-12@1 PMIX_RANK=2"
+)
+PMI = variables("PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2")
+SRUN = variables(
+    "SLURM_JOB_ID=100 SLURM_STEP_ID=3 SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=3 SLURM_LOCALID=0 SLURM_NODEID=1 "
+    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_STEP_NODELIST=node[07-08]"
+)
+BATCH_SCRIPT = variables("SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_NTASKS=3 SLURM_LOCALID=0")
 SRUN_PORT = 20000 + 100 * 31 + 3
 TCP = Rendezvous("tcp", "h0", 29500)
-OPENMPI_WORLD = World("openmpi", 2, 4, 0, 2, mpi=True, job="prterun-h-12@1")
-SRUN_WORLD = World("srun", 2, 3, 0, 1, 1, 2, Rendezvous("tcp", "node07", SRUN_PORT), job="100.3")
+ALONE = World("none", 0, 1, 0, 1, 0, 1)
+OF_HVDKITRUN = World("hvdkitrun", 0, 4, 0, 2, 0, 2, Rendezvous("fd", "127.0.0.1", 23456, 5), job="1f")
+OF_TORCHRUN = World("torchrun", 1, 2, 1, 2, 0, 1, Rendezvous("agent", "h0", 29500), job="run-7")
+OF_OPENMPI = World("openmpi", 2, 4, 0, 2, mpi=True, job="prterun-h-12@1")
+OF_SRUN_MPI = World("srun", 2, 3, 0, 1, 1, 2, mpi=True, job="100.3")
+OF_SRUN = World("srun", 2, 3, 0, 1, 1, 2, Rendezvous("tcp", "node07", SRUN_PORT), job="100.3")
 
 CASES = {
-    "no launcher": ({}, World("none", 0, 1, 0, 1, 0, 1)),
-    "hvdkitrun, rank 0 with its socket": (
-        HVDKITRUN,
-        World("hvdkitrun", 0, 4, 0, 2, 0, 2, Rendezvous("fd", "127.0.0.1", 23456, 5), job="1f"),
-    ),
-    "hvdkitrun, rank 0 without a socket": (
-        {name: value for name, value in HVDKITRUN.items() if name != "HVDKIT_RENDEZVOUS_FD"},
-        World("hvdkitrun", 0, 4, 0, 2, 0, 2, Rendezvous("tcp", "127.0.0.1", 23456), job="1f"),
-    ),
+    "no launcher": ({}, ALONE),
+    "hvdkitrun, rank 0 with its socket": (HVDKITRUN, OF_HVDKITRUN),
     "hvdkitrun, another rank": (
-        {**HVDKITRUN, "HVDKIT_RANK": "3", "HVDKIT_LOCAL_RANK": "1"},
-        World("hvdkitrun", 3, 4, 1, 2, 0, 2, Rendezvous("tcp", "127.0.0.1", 23456), job="1f"),
+        HVDKITRUN | variables("HVDKIT_RANK=3 HVDKIT_LOCAL_RANK=1"),
+        replace(OF_HVDKITRUN, rank=3, local_rank=1, rendezvous=Rendezvous("tcp", "127.0.0.1", 23456)),
     ),
     "horovodrun --gloo": (HOROVODRUN, World("horovodrun", 3, 4, 1, 2, 1, 2, Rendezvous("http", "10.0.0.1", 4444))),
-    "torchrun with the agent's store": (
-        TORCHRUN,
-        World("torchrun", 1, 2, 1, 2, 0, 1, Rendezvous("agent", "h0", 29500), job="run-7"),
-    ),
+    "torchrun with the agent's store": (TORCHRUN, OF_TORCHRUN),
     "torchrun with a store of its own": (
-        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"},
-        World("torchrun", 1, 2, 1, 2, 0, 1, TCP, job="run-7"),
+        TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        replace(OF_TORCHRUN, rendezvous=TCP),
     ),
     "started by hand": (BY_HAND, World("by hand", 1, 2, rendezvous=TCP)),
-    "started by hand, alone": ({"RANK": "0", "WORLD_SIZE": "1"}, World("by hand", 0, 1)),
-    "Open MPI": (OPENMPI, OPENMPI_WORLD),
-    "hvdkitrun --mpi": ({**OPENMPI, "HVDKIT_JOB": "1f"}, World("openmpi", 2, 4, 0, 2, mpi=True, job="1f")),
-    "Open MPI with a place to meet": (
-        {**OPENMPI, "MASTER_ADDR": "h0", "MASTER_PORT": "29500"},
-        World("openmpi", 2, 4, 0, 2, rendezvous=TCP, mpi=True, job="prterun-h-12@1"),
-    ),
+    "started by hand, alone": (variables("RANK=0 WORLD_SIZE=1"), World("by hand", 0, 1)),
+    "Open MPI": (OPENMPI, OF_OPENMPI),
+    "hvdkitrun --mpi": (OPENMPI | {"HVDKIT_JOB": "1f"}, replace(OF_OPENMPI, job="1f")),
+    "Open MPI with a place to meet": (OPENMPI | PLACE, replace(OF_OPENMPI, rendezvous=TCP)),
     "MPICH": (PMI, World("pmi", 2, 4, 0, 2, mpi=True)),
-    "srun": (SRUN, SRUN_WORLD),
+    "srun": (SRUN, OF_SRUN),
     "srun without the step's task count": (
         {("SLURM_NTASKS" if name == "SLURM_STEP_NUM_TASKS" else name): value for name, value in SRUN.items()},
-        SRUN_WORLD,
+        OF_SRUN,
     ),
     "srun on one host": (
-        {**SRUN, "SLURM_STEP_NODELIST": "node07"},
-        replace(SRUN_WORLD, rendezvous=Rendezvous("tcp", "127.0.0.1", SRUN_PORT)),
+        SRUN | {"SLURM_STEP_NODELIST": "node07"},
+        replace(OF_SRUN, rendezvous=Rendezvous("tcp", "127.0.0.1", SRUN_PORT)),
     ),
-    "srun with a place to meet": (
-        {**SRUN, "MASTER_ADDR": "h0", "MASTER_PORT": "29500"},
-        World("srun", 2, 3, 0, 1, 1, 2, TCP, job="100.3"),
-    ),
-    "srun --mpi=pmix": ({**SRUN, "PMIX_RANK": "2"}, World("srun", 2, 3, 0, 1, 1, 2, mpi=True, job="100.3")),
-    "srun --mpi=pmi2": (
-        {**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3"},
-        World("srun", 2, 3, 0, 1, 1, 2, mpi=True, job="100.3"),
-    ),
+    "srun with a place to meet": (SRUN | PLACE, replace(OF_SRUN, rendezvous=TCP)),
+    "srun --mpi=pmix": (SRUN | {"PMIX_RANK": "2"}, OF_SRUN_MPI),
+    "srun --mpi=pmi2": (SRUN | variables("PMI_RANK=2 PMI_SIZE=3"), OF_SRUN_MPI),
     # what lies around and is no launcher
-    "a batch script is no task of a step": (BATCH_SCRIPT, World("none", 0, 1, 0, 1, 0, 1)),
-    "the batch step": ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967291"}, World("none", 0, 1, 0, 1, 0, 1)),
-    "a shell that srun opened": ({**SRUN, "SLURM_JOB_NAME": "bash"}, World("none", 0, 1, 0, 1, 0, 1)),
-    "MASTER_ADDR and MASTER_PORT alone": (
-        {"MASTER_ADDR": "h0", "MASTER_PORT": "29500"},
-        World("none", 0, 1, 0, 1, 0, 1),
-    ),
-    "WORLD_SIZE of one alone": ({"WORLD_SIZE": "1"}, World("none", 0, 1, 0, 1, 0, 1)),
-    "LOCAL_RANK alone": ({"LOCAL_RANK": "1"}, World("none", 0, 1, 0, 1, 0, 1)),
+    "a batch script is no task of a step": (BATCH_SCRIPT, ALONE),
+    "a shell that srun opened": (SRUN | {"SLURM_JOB_NAME": "bash"}, ALONE),
+    "MASTER_ADDR and MASTER_PORT alone": (PLACE, ALONE),
+    "LOCAL_RANK alone": ({"LOCAL_RANK": "1"}, ALONE),
     # one launcher inside another
-    "hvdkitrun inside everything": (
-        {**HOROVODRUN, **TORCHRUN, **OPENMPI, **SRUN, **HVDKITRUN},
-        World("hvdkitrun", 0, 4, 0, 2, 0, 2, Rendezvous("fd", "127.0.0.1", 23456, 5), job="1f"),
-    ),
-    "torchrun inside mpirun": (
-        {**OPENMPI, **TORCHRUN},
-        World("torchrun", 1, 2, 1, 2, 0, 1, Rendezvous("agent", "h0", 29500), job="run-7"),
-    ),
-    "torchrun inside srun": (
-        {**SRUN, **TORCHRUN},
-        World("torchrun", 1, 2, 1, 2, 0, 1, Rendezvous("agent", "h0", 29500), job="run-7"),
-    ),
-    "mpirun inside srun": ({**SRUN, **OPENMPI}, OPENMPI_WORLD),
-    "mpirun inside a half-set Slurm": ({**OPENMPI, "SLURM_STEP_ID": "1", "SLURM_PROCID": "0"}, OPENMPI_WORLD),
-    "mpiexec inside srun": ({**SRUN, **PMI}, World("pmi", 2, 4, 0, 2, mpi=True, job="100.3")),
-    "mpirun with RANK and WORLD_SIZE that agree": ({**OPENMPI, "RANK": "2", "WORLD_SIZE": "4"}, OPENMPI_WORLD),
-    "by hand inside srun": ({**SRUN, **BY_HAND}, World("by hand", 1, 2, rendezvous=TCP, job="100.3")),
+    "hvdkitrun inside everything": (HOROVODRUN | TORCHRUN | OPENMPI | SRUN | HVDKITRUN, OF_HVDKITRUN),
+    "torchrun inside mpirun": (OPENMPI | TORCHRUN, OF_TORCHRUN),
+    "mpirun inside srun": (SRUN | OPENMPI, OF_OPENMPI),
+    "mpiexec inside srun": (SRUN | PMI, World("pmi", 2, 4, 0, 2, mpi=True, job="100.3")),
+    "mpirun with RANK and WORLD_SIZE that agree": (OPENMPI | variables("RANK=2 WORLD_SIZE=4"), OF_OPENMPI),
+    "by hand inside srun": (SRUN | BY_HAND, World("by hand", 1, 2, rendezvous=TCP, job="100.3")),
 }
 
 

@@ -21,10 +21,6 @@ def test_named_interfaces_are_those_of_gloo_else_horovods():
     assert network.named_interfaces({"GLOO_SOCKET_IFNAME": "", "HOROVOD_GLOO_IFACE": "c"}) == ["c"]
 
 
-def test_the_loopbacks_address_is_found_by_its_name():
-    assert network.interface_address("lo") == network.LOOPBACK
-
-
 def test_an_interface_that_is_not_there_is_told_with_those_that_are():
     with pytest.raises(LookupError, match=r"'no-such'.*lo"):
         network.interface_address("no-such")
@@ -48,11 +44,6 @@ def test_ipv4_comes_before_ipv6(monkeypatch):
 def test_nobody_listens_everywhere_where_everywhere_is_named():
     assert network.addresses_of("0.0.0.0") == ["127.0.0.1"]  # noqa: S104
     assert network.addresses_of("::") == ["::1"]
-
-
-def test_only_addresses_of_this_host_are_its_own():
-    assert network.is_own("127.0.0.1")
-    assert not network.is_own("198.51.100.7")  # reserved for documentation
 
 
 def test_a_host_whose_name_leads_nowhere_is_found_by_the_way_to_others(monkeypatch):

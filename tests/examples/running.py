@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.ranks import ROOT, rank_environment
+from tests.launch.launching import Result, run_to_end
 
 TIMEOUT_SECONDS = 200
 
 
-def start_example(name: str | Path, *flags: object, size: int = 2, **environment: str) -> subprocess.CompletedProcess:
+def start_example(name: str | Path, *flags: object, size: int = 2, **environment: str) -> Result:
     """Run an example, under the launcher if ``size`` is more than one, and wait for its end.
 
     ``name``: a path below ``examples/``, or a whole one.
@@ -21,21 +20,13 @@ def start_example(name: str | Path, *flags: object, size: int = 2, **environment
     command = [sys.executable, str(Path("examples") / name), *map(str, flags)]
     if size > 1:
         command = [sys.executable, "-m", "hvdkit.launch", "-np", str(size), *command]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=rank_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    return run_to_end(command, TIMEOUT_SECONDS, **environment)
 
 
 def run_example(name: str | Path, *flags: object, size: int = 2, **environment: str) -> tuple[str, str]:
     """Run an example that succeeds. Returns its stdout and stderr."""
     done = start_example(name, *flags, size=size, **environment)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.status == 0, f"exit status {done.status}\n{done.stdout}\n{done.stderr}"
     return done.stdout, done.stderr
 
 

@@ -26,20 +26,11 @@ def trained_digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str,
     return folder, *run_example("pytorch_digits.py", "--checkpoint-dir", folder)
 
 
-def test_digits_reach_97_percent_on_two_ranks(trained_digits: tuple[Path, str, str]) -> None:
-    _, output, _ = trained_digits
+def test_digits_reach_97_percent_on_two_ranks_and_leave_one_checkpoint(trained_digits: tuple[Path, str, str]) -> None:
+    folder, output, progress = trained_digits
     assert digits_accuracy(output) >= 97
-
-
-def test_digits_speak_on_rank_0_only(trained_digits: tuple[Path, str, str]) -> None:
-    _, output, progress = trained_digits
-    assert len(lines(output)) == 1, output
-    # Each bar is drawn once at its start.
-    assert progress.count(" 0/460 ") == 1, progress
-
-
-def test_digits_leave_one_whole_checkpoint(trained_digits: tuple[Path, str, str]) -> None:
-    folder, _, _ = trained_digits
+    assert len(lines(output)) == 1, output  # rank 0 alone speaks
+    assert progress.count(" 0/460 ") == 1, progress  # each bar is drawn once at its start
     assert [path.name for path in folder.iterdir()] == ["digits.pt"]
 
 
@@ -65,24 +56,31 @@ def test_digits_without_resume_start_afresh(tmp_path: Path) -> None:
     assert path.read_bytes() != b"not a checkpoint"
 
 
-@pytest.mark.thorough
-def test_digits_reach_97_percent_alone(tmp_path: Path) -> None:
-    output, _ = run_example("pytorch_digits.py", "--checkpoint-dir", tmp_path, size=1)
-    assert digits_accuracy(output) >= 97
-
-
-@pytest.mark.parametrize("compression", ["none", pytest.param("fp16", marks=pytest.mark.thorough)])
-def test_text_reports_speed_loss_and_bytes(compression: str) -> None:
-    flags = ["--steps", 3, "--report-every", 1, "--layers", 1, "--width", 64, "--context", 32, "--batch-size", 2]
-    output, _ = run_example("pytorch_text.py", *flags, "--max-bytes", 500_000, "--compression", compression)
+def check_text(output: str, steps: list[str]) -> None:
+    """Check a report of training on text: speed, loss and bytes at these steps, from one rank alone."""
     reports = re.findall(r"step (\d): loss ([\d.]+), ([\d,]+) tokens/s, ([\d.]+) MB sent per rank", output)
-    assert [report[0] for report in reports] == ["1", "2", "3"], output
+    assert [report[0] for report in reports] == steps, output
     for _, loss, speed, megabytes in reports:
         assert 4 < float(loss) < 7  # ln 256 = 5.5 for a guess
         assert int(speed.replace(",", "")) > 0
         assert float(megabytes) > 0
     assert "validation loss" in output
     assert_only_one_rank_prints(output)
+
+
+TEXT = ["--steps", 3, "--layers", 1, "--width", 64, "--context", 32, "--batch-size", 2, "--max-bytes", 500_000]
+
+
+def test_text_reports_speed_loss_and_bytes() -> None:
+    check_text(run_example("pytorch_text.py", *TEXT, "--report-every", 1)[0], ["1", "2", "3"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("backend", "compression"), [("tensorflow", "none"), ("torch", "fp16")])
+def test_keras_text_reports_speed_loss_and_bytes(backend: str, compression: str, without_torch: dict[str, str]) -> None:
+    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
+    flags = ["--report-every", 2, "--compression", compression]
+    check_text(run_example("keras_text.py", *TEXT, *flags, **environment)[0], ["2", "3"])
 
 
 @pytest.mark.thorough
@@ -98,83 +96,50 @@ def test_text_sends_half_the_bytes_with_fp16() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("flag", [None, "--fp16-allreduce", "--use-adasum"])
-def test_synthetic_benchmark_reports_as_horovods(flag: str | None) -> None:
-    flags = ["--model", "resnet18", "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1]
-    flags += ["--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 2, *([flag] if flag else [])]
-    output, _ = run_example("pytorch_synthetic_benchmark.py", *flags)
-    assert re.search(r"Model: resnet18\n", output), output
-    assert re.search(r"Iter #1: [\d.]+ img/sec per CPU", output), output
-    assert re.search(r"Img/sec per CPU: [\d.]+ \+-[\d.]+", output), output
-    assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+", output), output
+@pytest.mark.parametrize(
+    ("script", "model", "flag"),
+    [
+        ("pytorch_synthetic_benchmark.py", "resnet18", "--fp16-allreduce"),
+        ("pytorch_synthetic_benchmark.py", "resnet18", "--use-adasum"),
+        ("tensorflow2_synthetic_benchmark.py", "MobileNet", "--fp16-allreduce"),
+    ],
+)
+def test_synthetic_benchmarks_report_as_horovods(script: str, model: str, flag: str, without_torch) -> None:
+    flags = ["--model", model, "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1, flag]
+    flags += ["--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 2]
+    output, _ = run_example(script, *flags, **(without_torch if script.startswith("tensorflow") else {}))
+    for pattern in (
+        rf"Model: {model}\n",
+        r"Iter #1: [\d.]+ img/sec per CPU",
+        r"Img/sec per CPU: [\d.]+ \+-[\d.]+",
+        r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+",
+    ):
+        assert re.search(pattern, output), output
     assert output.count("Total img/sec") == 1, output
-
-
-@pytest.mark.thorough
-def test_tensorflow_digits_reach_97_percent_and_resume_without_pytorch(
-    tmp_path: Path, without_torch: dict[str, str]
-) -> None:
-    name, flags = "tensorflow2_digits.py", ["--checkpoint-dir", tmp_path]
-    output, progress = run_example(name, *flags, "--epochs", 8, **without_torch)
-    assert digits_accuracy(output) >= 97
-    assert len(lines(output)) == 1, output
-    assert progress.count(" 0/184 ") == 1, progress
-    assert sorted(path.name.partition(".")[0] for path in tmp_path.iterdir()) == ["checkpoint", "digits-8", "digits-8"]
-
-    output, _ = run_example(name, *flags, "--resume", "--epochs", 8, **without_torch)
-    assert f"resumed from {tmp_path / 'digits-8'} after epoch 8" in output
-    assert "nothing left to train: 8 epochs are done" in output
-    assert digits_accuracy(output) >= 97
-    assert_only_one_rank_prints(output)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
-def test_keras_digits_reach_97_percent_and_resume(backend: str, tmp_path: Path, without_torch: dict[str, str]) -> None:
-    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
-    name, flags = "keras_digits.py", ["--checkpoint-dir", tmp_path]
-    output, _ = run_example(name, *flags, "--epochs", 10, **environment)
-    assert digits_accuracy(output) >= 97
-    assert_only_one_rank_prints(output)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"digits-{epoch:03d}.keras" for epoch in range(1, 11)]
-
-    output, _ = run_example(name, *flags, "--resume", "--epochs", 11, **environment)
-    assert f"resumed from {tmp_path / 'digits-010.keras'} after epoch 10" in output
-    assert "nothing left to train" not in output
-    assert digits_accuracy(output) >= 97
-    assert_only_one_rank_prints(output)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("backend", "compression"),
-    [("tensorflow", "none"), ("torch", "fp16")],
+    ("script", "backend", "epochs", "checkpoint"),
+    [
+        ("tensorflow2_digits.py", "tensorflow", 8, "digits-8"),
+        ("keras_digits.py", "tensorflow", 10, "digits-010.keras"),
+        ("keras_digits.py", "torch", 10, "digits-010.keras"),
+    ],
 )
-def test_keras_text_reports_speed_loss_and_bytes(backend: str, compression: str, without_torch: dict[str, str]) -> None:
+def test_tensorflow_and_keras_digits_reach_97_percent_and_resume(
+    script: str, backend: str, epochs: int, checkpoint: str, tmp_path: Path, without_torch: dict[str, str]
+) -> None:
     environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
-    flags = ["--steps", 3, "--report-every", 2, "--layers", 1, "--width", 64, "--context", 32, "--batch-size", 2]
-    flags += ["--max-bytes", 500_000, "--compression", compression]
-    output, _ = run_example("keras_text.py", *flags, **environment)
-    reports = re.findall(r"step (\d): loss ([\d.]+), ([\d,]+) tokens/s, ([\d.]+) MB sent per rank", output)
-    assert [report[0] for report in reports] == ["2", "3"], output
-    for _, loss, speed, megabytes in reports:
-        assert 4 < float(loss) < 7  # ln 256 = 5.5 for a guess
-        assert int(speed.replace(",", "")) > 0
-        assert float(megabytes) > 0
-    assert "validation loss" in output
+    output, _ = run_example(script, "--checkpoint-dir", tmp_path, "--epochs", epochs, **environment)
+    assert digits_accuracy(output) >= 97
     assert_only_one_rank_prints(output)
-
-
-@pytest.mark.thorough
-def test_tensorflow_synthetic_benchmark_reports_as_horovods(without_torch: dict[str, str]) -> None:
-    flags = ["--model", "MobileNet", "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1]
-    flags += ["--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 2, "--fp16-allreduce"]
-    output, _ = run_example("tensorflow2_synthetic_benchmark.py", *flags, **without_torch)
-    assert re.search(r"Model: MobileNet\n", output), output
-    assert re.search(r"Iter #1: [\d.]+ img/sec per CPU", output), output
-    assert re.search(r"Img/sec per CPU: [\d.]+ \+-[\d.]+", output), output
-    assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-[\d.]+", output), output
-    assert output.count("Total img/sec") == 1, output
+    for last in (epochs, epochs + 1):
+        output, _ = run_example(script, "--checkpoint-dir", tmp_path, "--resume", "--epochs", last, **environment)
+        assert f"resumed from {tmp_path / checkpoint} after epoch {epochs}" in output
+        assert (f"nothing left to train: {epochs} epochs are done" in output) == (last == epochs)
+        assert digits_accuracy(output) >= 97
+        assert_only_one_rank_prints(output)
 
 
 @pytest.mark.thorough

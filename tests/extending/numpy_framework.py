@@ -62,11 +62,6 @@ def allreduce_async(array: np.ndarray, name: str | None = None, request: ReduceR
     return OPERATIONS.allreduce(Invocation("allreduce_async", name, global_process_set, single=True), [array], request)
 
 
-def allreduce_(array: np.ndarray, name: str | None = None, request: ReduceRequest = SUM) -> np.ndarray:
-    invocation = Invocation("allreduce_", name, global_process_set, waits=True, single=True)
-    return synchronize(OPERATIONS.allreduce(invocation, [array], request, in_place=True))
-
-
 def grouped_allreduce(
     arrays: Sequence[np.ndarray],
     name: str | None = None,

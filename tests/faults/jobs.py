@@ -15,8 +15,9 @@ import time
 import psutil
 
 from tests.faults.injection import Fault, Outcome
+from tests.launch.launching import PIPES
 from tests.preloaded import preloaded, rank_name
-from tests.ranks import FOR_OPEN_MPI, OF_OPEN_MPI, ROOT, SEGMENTS, TORCH, rank_environment
+from tests.ranks import FOR_OPEN_MPI, OF_OPEN_MPI, SEGMENTS, TORCH, rank_environment
 
 TIMEOUT_SECONDS = 3  # HVDKIT_TIMEOUT_SECONDS
 START_TIMEOUT_SECONDS = 8  # which a slow rank must not exceed
@@ -45,15 +46,7 @@ def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
         rank = [sys.executable, "-m", "tests.faults.struck", fault.dumps(), folder]
         command = [sys.executable, "-m", "hvdkit.launch", flag, "-np", str(ranks)]
         command += preloaded(rank, TORCH, environment)
-        job = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=ROOT,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        job = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, **PIPES)
         status, output, ended = watch(job, fault)
         left = left_behind(folder, before, segments)
     return Outcome(status, output, ended, left)

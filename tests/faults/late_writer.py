@@ -11,73 +11,24 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import pytest
-import torch
 
 import hvdkit.torch as hvd
 from hvdkit.arena import ARENA
-from hvdkit.engine.steps.node_pass import NodePass
 from tests import measured
+from tests.faults.mid_pass import FAULTY_ROUND, Fault, Training, strike_in_lanes
 
-ELEMENTS = 1 << 18  # 1 MiB
-TENSORS = 4
-FAULTY_ROUND = 3
-PATTERN = torch.arange(ELEMENTS) % 251 + 1.0  # whole numbers, so that sums are exact
 LATE_RANK_ENDS_WITHIN_SECONDS = 60
 WAKES_EVERY_MILLISECONDS = 200
 
 
-class Training:
-    """Steps of an optimizer whose gradients are summed in the arena."""
-
-    def __init__(self) -> None:
-        self.parameters = [torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS)]
-        self.optimizer = hvd.DistributedOptimizer(torch.optim.SGD(self.parameters, lr=1.0), op=hvd.Sum)
-
-    def backward(self, number: int) -> None:
-        loss = sum((one * PATTERN).sum() for one in self.parameters)
-        (loss * number * (hvd.rank() + 1)).backward()
-
-    def round(self, number: int, set_to_none: bool = True) -> None:
-        """One step, whose gradients are the exact sums."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-        self.backward(number)
-        assert hvd.size() == 1 or all(ARENA.contains(one.grad.data_ptr()) for one in self.parameters)
-        self.optimizer.step()
-        self.check_sums(number)
-
-    def check_sums(self, number: int) -> None:
-        for one in self.parameters:
-            assert torch.equal(one.grad, PATTERN * number * sum(range(1, hvd.size() + 1))), "a sum is wrong"
-
-    def told(self) -> list[str]:
-        """Hashes of all that a late rank could reach: gradients and weights."""
-        tensors = [tensor for one in self.parameters for tensor in (one.grad, one.detach())]
-        return [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in tensors]
-
-
-def stop_rank_1_in_its_next_pass() -> None:
-    """With one half of its share summed."""
-    run = NodePass.run
-
-    def run_in_two_halves(
-        self: NodePass, direction: Any, slots: Any, offsets: Any, share: tuple[int, int], *arguments: Any
-    ) -> None:
-        NodePass.run = run  # once
-        begin, end = share
-        middle = (begin + end) // 2
-        run(self, direction, slots, offsets, (begin, middle), *arguments)
-        print("RANK 1 STOPS", flush=True)
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to this thread, which so goes no further
-        run(self, direction, slots, offsets, (middle, end), *arguments)
-        print("RANK 1 HAS WRITTEN", flush=True)
-
-    NodePass.run = run_in_two_halves
+def hashes(training: Training) -> list[str]:
+    """Return hashes of all that a late rank could reach: gradients and weights."""
+    tensors = [tensor for one in training.parameters for tensor in (one.grad, one.detach())]
+    return [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
 def wake_and_outlive(late: int) -> None:
@@ -95,9 +46,9 @@ def wake_and_outlive(late: int) -> None:
 
 def outlive(training: Training, late: int, error: hvd.HorovodInternalError, goes_on: bool) -> None:
     print(f"RANK {hvd.rank()} NOTICED {error}".replace("\n", " | "), flush=True)
-    before = training.told()
+    before = hashes(training)
     wake_and_outlive(late)
-    print(f"RANK {hvd.rank()} {'KEPT ALL' if training.told() == before else 'WAS CHANGED'}", flush=True)
+    print(f"RANK {hvd.rank()} {'KEPT ALL' if hashes(training) == before else 'WAS CHANGED'}", flush=True)
     if not goes_on:
         return
     with suppress(hvd.HorovodInternalError):  # rank 1 never said goodbye
@@ -119,14 +70,15 @@ def outlive(training: Training, late: int, error: hvd.HorovodInternalError, goes
 def main(scenario: str) -> None:
     hvd.init()
     late = os.pidfd_open(hvd.allgather_object(os.getpid())[1])
-    training = Training()
+    training, fault = Training(), Fault("stopped")
+    strike_in_lanes(fault)
     if scenario == "unprotected":  # shows that rank 1 does write
         ARENA.make_private = lambda offsets: None
     for number in range(1, FAULTY_ROUND + 1):
-        if number == FAULTY_ROUND and hvd.rank() == 1:
-            stop_rank_1_in_its_next_pass()
+        fault.armed = number == FAULTY_ROUND
         try:
             training.round(number)
+            assert all(ARENA.contains(one.grad.data_ptr()) for one in training.parameters)
         except hvd.HorovodInternalError as error:
             if hvd.rank() != 1:
                 outlive(training, late, error, goes_on=scenario == "protected")

@@ -1,7 +1,4 @@
-"""What one rank does in a fault test: rank 1 misbehaves in the middle of a pass through memory that ranks share.
-
-A pass has two halves: a rank offers its part to the others, and later says that it is through with theirs.
-"""
+"""What one rank does in a fault test: rank 1 misbehaves in the middle of a pass through memory that ranks share."""
 
 from __future__ import annotations
 
@@ -10,20 +7,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 import hvdkit.torch as hvd
-from hvdkit.collectives.staging import Pass, Staging
 from hvdkit.engine.steps.node_pass import NodePass
 from tests import measured
 
 ROUNDS = 12
 FAULTY_ROUND = 3
 LATE_SECONDS = 2.0
-HOLD_UP_SECONDS = 0.05
 TENSOR_ELEMENTS = 1 << 18  # 1 MiB
 TENSORS = 8
 # Whole numbers, so that sums are exact, and different ones, so that nothing can lie in a wrong place unseen.
@@ -49,31 +43,6 @@ class Fault:
         else:
             time.sleep(LATE_SECONDS)
 
-    def hold_up(self) -> None:
-        """What the other ranks of its node do, so that it must wait for them."""
-        if self.armed:
-            time.sleep(HOLD_UP_SECONDS)
-
-
-class Halting:
-    """A pass that does something when it has to wait for others for the first time.
-
-    These have nothing else in flight, so all slots were free and this rank has put chunks into them; and as it waits
-    for more, there are chunks left.
-    """
-
-    def __init__(self, inner: Pass, halt: Callable[[], None]) -> None:
-        self._inner, self._halt = inner, halt
-        self._has_waited = False
-        self.peer, self.awaited = inner.peer, inner.awaited
-
-    def done(self) -> bool:
-        finished = bool(self._inner._staged.advance(0.0))  # without watching for what is about to come
-        if not finished and not self._has_waited:
-            self._has_waited = True
-            self._halt()
-        return finished
-
 
 def strike_in_lanes(fault: Fault) -> None:
     """With one half of this rank's share summed; or, if it has no share, before it says that it is done."""
@@ -90,6 +59,7 @@ def strike_in_lanes(fault: Fault) -> None:
         if middle < end:
             fault.strike()
             run(self, direction, slots, offsets, (middle, end), *arguments)
+            print("RANK 1 HAS WRITTEN", flush=True)
 
     def strike_before_done(self: NodePass, number: int) -> list[Any]:
         fault.strike()
@@ -99,52 +69,30 @@ def strike_in_lanes(fault: Fault) -> None:
     NodePass.done = strike_before_done
 
 
-def strike_in_staging(fault: Fault, struck_half: int) -> None:
-    """With some chunks of a large tensor handed over, on the way to the node's sums (0) or back from them (1)."""
-    run, halt = Staging.run, fault.strike if hvd.rank() == 1 else fault.hold_up
-
-    def run_and_halt(self: Staging, half: int, *arguments: Any) -> Iterator[list[Any]]:
-        for waits in run(self, half, *arguments):
-            halts = half == struck_half
-            yield [Halting(wait, halt) if halts and isinstance(wait, Pass) else wait for wait in waits]
-
-    Staging.run = run_and_halt
-
-
 class Training:
     """Steps of an optimizer, whose gradients are summed in a lane."""
 
     def __init__(self) -> None:
-        self._parameters = [torch.nn.Parameter(torch.zeros(TENSOR_ELEMENTS)) for _ in range(TENSORS)]
-        self._optimizer = hvd.DistributedOptimizer(torch.optim.SGD(self._parameters, lr=1.0), op=hvd.Sum)
+        self.parameters = [torch.nn.Parameter(torch.zeros(TENSOR_ELEMENTS)) for _ in range(TENSORS)]
+        self.optimizer = hvd.DistributedOptimizer(torch.optim.SGD(self.parameters, lr=1.0), op=hvd.Sum)
 
-    def round(self, number: int) -> None:
-        self._optimizer.zero_grad()
-        loss = sum((one * PATTERN).sum() for one in self._parameters)
+    def backward(self, number: int) -> None:
+        loss = sum((one * PATTERN).sum() for one in self.parameters)
         (loss * number * (hvd.rank() + 1)).backward()
-        self._optimizer.step()
-        for one in self._parameters:
-            assert torch.equal(one.grad, PATTERN * number * sum_of_ranks())
-        self.check_after(number)
+
+    def round(self, number: int, set_to_none: bool = True) -> None:
+        """Take a step, whose gradients must be the exact sums."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.backward(number)
+        self.optimizer.step()
+        for one in self.parameters:
+            assert torch.equal(one.grad, PATTERN * number * sum_of_ranks()), "a sum is wrong"
 
     def check_after(self, rounds: int) -> None:
         """The weights have taken exactly so many steps."""
         steps = sum(range(rounds + 1))
-        for one in self._parameters:
+        for one in self.parameters:
             assert torch.equal(one.detach(), -PATTERN * steps * sum_of_ranks())
-
-
-class Calls:
-    """Large tensors that are summed by name."""
-
-    def round(self, number: int) -> None:
-        self._tensor = PATTERN.repeat(TENSORS) * number * (hvd.rank() + 1)
-        result = hvd.allreduce(self._tensor, op=hvd.Sum, name="large")
-        assert torch.equal(result, PATTERN.repeat(TENSORS) * number * sum_of_ranks())
-
-    def check_after(self, rounds: int) -> None:
-        """What the failed round was given is as it was."""
-        assert torch.equal(self._tensor, PATTERN.repeat(TENSORS) * (rounds + 1) * (hvd.rank() + 1))
 
 
 def sum_of_ranks() -> int:
@@ -152,34 +100,24 @@ def sum_of_ranks() -> int:
     return sum(range(1, hvd.size() + 1))
 
 
-def run_rounds(work: Training | Calls, fault: Fault) -> None:
+def main(scenario: str) -> None:
+    hvd.init()
+    fault, training = Fault(scenario), Training()
+    strike_in_lanes(fault)
     for number in range(1, ROUNDS + 1):
         if number == FAULTY_ROUND:
-            fault.armed = True  # in a pass of this round or, if none had to wait for others, of a later one
+            fault.armed = True
         try:
-            work.round(number)
+            training.round(number)
         except hvd.HorovodInternalError as error:
             print(f"RANK {hvd.rank()} NOTICED {time.monotonic()} {error}".replace("\n", " | "), flush=True)
-            work.check_after(number - 1)  # nothing was done with sums of which only a part is there
+            training.check_after(number - 1)  # nothing was done with sums of which only a part is there
             print(f"RANK {hvd.rank()} KEPT", flush=True)
             sys.exit(7)
-
-
-def main(scenario: str, channels: Sequence[str]) -> None:
-    hvd.init()
-    for channel in channels:
-        fault = Fault(scenario)
-        CHANNELS[channel](fault)
-        run_rounds(Training() if channel == "lane" else Calls(), fault)
+        training.check_after(number)
     print(f"RANK {hvd.rank()} WENT ON", flush=True)
     hvd.shutdown()
 
 
-CHANNELS = {
-    "lane": strike_in_lanes,
-    "first pass": lambda fault: strike_in_staging(fault, 0),
-    "second pass": lambda fault: strike_in_staging(fault, 1),
-}
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1])

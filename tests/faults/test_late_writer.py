@@ -12,8 +12,6 @@ from tests.transports.shared import needs_memory_files, needs_native
 pytestmark = [needs_native, needs_memory_files]
 
 WORKER = [sys.executable, "-m", "tests.faults.late_writer"]
-TIMEOUT_SECONDS = 3
-JOB_SECONDS = 120
 
 
 def output_of(scenario: str, ranks: int) -> str:
@@ -22,20 +20,16 @@ def output_of(scenario: str, ranks: int) -> str:
         [*WORKER, scenario],
         ranks,
         "torch",
-        timeout=JOB_SECONDS,
+        timeout=120,
         preload=TORCH,
-        HVDKIT_TIMEOUT_SECONDS=str(TIMEOUT_SECONDS),
+        HVDKIT_TIMEOUT_SECONDS="3",
         HVDKIT_VERIFY="0",
         HOROVOD_FUSION_THRESHOLD=str(1 << 30),  # one operation a step, so that one pass is the whole step
     )
-    assert "RANK 1 STOPS" in output, output
+    assert "STRIKES " in output, output
     assert "RANK 1 HAS WRITTEN" in output, output
     assert status == 0, output
     return output
-
-
-def survivors(ranks: int) -> list[int]:
-    return [rank for rank in range(ranks) if rank != 1]
 
 
 def test_the_injection_injects():
@@ -46,17 +40,11 @@ def test_the_injection_injects():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_no_byte_of_the_others_changes_and_they_go_on_once_they_have_cleared_their_gradients(ranks):
     output = output_of("protected", ranks)
-    for rank in survivors(ranks):
+    for rank in (0, 2)[: ranks - 1]:
         assert f"RANK {rank} KEPT ALL" in output, output
         assert f"RANK {rank} WENT ON" in output, output
         noticed = next(line for line in output.splitlines() if line.startswith(f"RANK {rank} NOTICED"))
-        assert "rank 1" in noticed
-        assert "half summed" in noticed
-        assert "HINT" in noticed
-
-
-def test_the_woken_rank_gets_an_error_and_no_wrong_sums():
-    output = output_of("protected", 2)
-    assert "RANK 1 NOTICED" in output, output
+        assert all(words in noticed for words in ("rank 1", "half summed", "HINT"))
+    assert "RANK 1 NOTICED" in output, output  # the woken rank gets an error, and no wrong sums
     assert "RANK 1 TOOK ALL STEPS" not in output
     assert "a sum is wrong" not in output

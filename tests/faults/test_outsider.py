@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,10 +17,11 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from hvdkit.environments.network import is_loopback, own_address
+from hvdkit.environments.network import is_loopback
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
+from tests.launch.launching import PIPES, outputs_of
 from tests.preloaded import preloaded, rank_name
-from tests.ranks import ROOT, TORCH, free_port, rank_environment
+from tests.ranks import TORCH, free_port, rank_environment
 from tests.transports.shared import gone_within, needs_native
 
 START_SECONDS = 90
@@ -38,11 +39,10 @@ class Job:
         self, folder: Path, launchers: list[list[str]], environments: list[dict[str, str]], *, preload: bool = True
     ) -> None:
         self.folder = folder
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
         rank = [*RANK, str(folder)]
         self.processes = [
             subprocess.Popen(
-                [*launcher, *(preloaded(rank, TORCH, environment) if preload else rank)], env=environment, **pipes
+                [*launcher, *(preloaded(rank, TORCH, environment) if preload else rank)], env=environment, **PIPES
             )
             for launcher, environment in zip(launchers, environments, strict=True)
         ]
@@ -134,42 +134,6 @@ def test_an_outsider_changes_nothing_in_a_job_of_hvdkitrun(node_memory, tmp_path
         assert_stands_it(running)
 
 
-def test_a_shell_around_rank_0_does_not_keep_the_port_open_where_ranks_met(tmp_path):
-    launcher = [*hvdkitrun("--gloo"), "sh", "-c", '"$@"; exit $?', "sh"]
-    with job(tmp_path, launcher, preload=False) as running:
-        ranks = psutil.Process(running.processes[0].pid).children(recursive=True)
-        [port] = {one.environ()["HVDKIT_RENDEZVOUS_PORT"] for one in ranks if "HVDKIT_RENDEZVOUS_PORT" in one.environ()}
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", int(port)))
-        running.end()
-        running.check_ended_well()
-
-
-def test_an_outsider_who_replays_what_ranks_said_changes_nothing(tmp_path):
-    port = free_port()
-    recorder = Recorder(("127.0.0.1", port))
-    try:
-        with job(tmp_path, *BY_HAND, environments=by_hand("127.0.0.1", port, recorder.port)) as running:
-            ports = running.ports()
-            assert port not in {one.number for one in ports}
-            assert all(is_loopback(one.address) for one in ports), ports
-            assert len(recorder.heard) > 100
-            assert_stands_it(running, bytes(recorder.heard), bytes(recorder.heard) * 3)
-    finally:
-        recorder.close()
-
-
-def test_a_job_that_meets_on_a_network_listens_there_only(tmp_path):
-    address = own_address()
-    if is_loopback(address):
-        pytest.skip("this host has no network")
-    port = free_port()
-    environments = [{**one, "HVDKIT_NODE_MEMORY": "0"} for one in by_hand(address, port, port)]
-    with job(tmp_path, *BY_HAND, environments=environments) as running:
-        assert {one.address for one in running.ports()} == {address}
-        assert_stands_it(running)
-
-
 def test_what_listens_in_an_mpi_job_is_mpiruns_and_ranks_listen_nowhere(tmp_path):
     pytest.importorskip("mpi4py")
     with job(tmp_path, hvdkitrun("--mpi")) as running:
@@ -186,79 +150,56 @@ def test_what_listens_in_an_mpi_job_is_mpiruns_and_ranks_listen_nowhere(tmp_path
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     """A file with a secret that only its user can read."""
-    return secret_file(tmp_path / "secret", "what only the ranks know")
-
-
-def secret_file(path: Path, text: str) -> Path:
+    path = tmp_path / "secret"
     path.touch(mode=0o600)
-    path.write_text(text)
+    path.write_text("what only the ranks know")
     return path
 
 
-def errors_of(folder: Path, environments: list[dict[str, str]]) -> list[str]:
-    """What ranks say that must not come to sum, when all of them have ended."""
-    ranks = Job(folder, [[]] * len(environments), environments)
-    try:
-        outputs = [process.communicate(timeout=END_SECONDS)[0] for process in ranks.processes]
-    finally:
-        ranks.stop()
-    assert all(process.returncode for process in ranks.processes), outputs
-    assert not list(folder.glob("started.*"))
-    return outputs
-
-
-def last_error(output: str) -> str:
-    return output[output.rindex("Error: ") :] if "Error: " in output else output
-
-
-START = {"HVDKIT_START_TIMEOUT_SECONDS": "20"}
-
-
-def test_an_outsider_who_replays_what_ranks_with_a_secret_said_changes_nothing(tmp_path, secret):
+@pytest.mark.parametrize("has_secret", [False, True])
+def test_an_outsider_who_replays_what_ranks_said_changes_nothing(has_secret, tmp_path, secret):
     port = free_port()
     recorder = Recorder(("127.0.0.1", port))
-    environments = by_hand("127.0.0.1", port, recorder.port)
+    knows = {"HVDKIT_SECRET_FILE": str(secret)} if has_secret else {}
+    environments = [{**one, **knows} for one in by_hand("127.0.0.1", port, recorder.port)]
     try:
-        with job(
-            tmp_path, *BY_HAND, environments=[{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in environments]
-        ) as running:
-            assert_stands_it(running, bytes(recorder.heard))
+        with job(tmp_path, *BY_HAND, environments=environments) as running:
+            ports = running.ports()
+            assert port not in {one.number for one in ports}
+            assert all(is_loopback(one.address) for one in ports), ports
+            assert len(recorder.heard) > 100
+            assert_stands_it(running, bytes(recorder.heard), bytes(recorder.heard) * 3)
     finally:
         recorder.close()
-    for path in tmp_path.glob("*.*"):
-        path.unlink()
-    # The same job once more, in which somebody says what rank 1 has said before: in an attempt that is over.
-    port = free_port()
-    rank_0 = {**by_hand("127.0.0.1", port)[0], "HVDKIT_START_TIMEOUT_SECONDS": "5", "HVDKIT_SECRET_FILE": str(secret)}
-    with saying(port, bytes(recorder.heard)):
-        [output] = errors_of(tmp_path, [rank_0])
-    assert "who says to be rank 1 does not know the job's secret" in last_error(output)
-
-
-@contextlib.contextmanager
-def saying(port: int, message: bytes) -> Iterator[None]:
-    """Say something as soon as somebody listens, and stay connected."""
-    ended = threading.Event()
-
-    def say() -> None:
-        while not ended.wait(0.05):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
-                connection.sendall(message)
-                ended.wait()
-
-    thread = threading.Thread(target=say)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def resident_bytes(process: subprocess.Popen[str]) -> int:
     """The memory of a process and all that it has started."""
     started = psutil.Process(process.pid)
     return sum(one.memory_info().rss for one in [started, *started.children(recursive=True)])
+
+
+@pytest.mark.parametrize(
+    ("guess", "words"),
+    [
+        ("what somebody has guessed", "who says to be rank 0 does not know the job's secret"),
+        (None, "rank 0 asks for a secret that rank 1 has not"),
+    ],
+)
+def test_who_does_not_know_the_secret_does_not_become_a_rank(tmp_path, secret, guess, words):
+    port = free_port()
+    rank_0, rank_1 = ({**one, "HVDKIT_START_TIMEOUT_SECONDS": "20"} for one in by_hand("127.0.0.1", port, port))
+    rank_0["HVDKIT_SECRET_FILE"] = str(secret)
+    if guess:
+        shutil.copy(secret, tmp_path / "other")  # with its permissions
+        (tmp_path / "other").write_text(guess)
+        rank_1["HVDKIT_SECRET_FILE"] = str(tmp_path / "other")
+    ranks = Job(tmp_path, BY_HAND, [rank_0, rank_1])
+    errors = [out for out, _ in outputs_of(ranks.processes)]
+    assert all(process.returncode for process in ranks.processes), errors
+    for error, said in zip(errors, ("who says to be rank 1 does not know the job's secret", words), strict=True):
+        assert said in error[error.rindex("Error: ") :], errors
+        assert "HINT: give all ranks the same HVDKIT_SECRET_FILE" in error
 
 
 MEGABYTES = 200
@@ -302,22 +243,6 @@ def send_until_refused(port: int, nbytes: int) -> bool:
             connection.sendall(block)
         return False
     return True
-
-
-@pytest.mark.parametrize("other", ["another secret", "no secret"])
-def test_who_does_not_know_the_secret_does_not_become_a_rank(tmp_path, secret, other):
-    port = free_port()
-    rank_0, rank_1 = ({**one, **START} for one in by_hand("127.0.0.1", port, port))
-    rank_0["HVDKIT_SECRET_FILE"] = str(secret)
-    if other == "another secret":
-        rank_1["HVDKIT_SECRET_FILE"] = str(secret_file(tmp_path / "other", "what somebody has guessed"))
-    outputs = errors_of(tmp_path, [rank_0, rank_1])
-    assert "who says to be rank 1 does not know the job's secret" in last_error(outputs[0]), outputs
-    if other == "another secret":
-        assert "who says to be rank 0 does not know the job's secret" in last_error(outputs[1]), outputs
-    else:
-        assert "rank 0 asks for a secret that rank 1 has not" in last_error(outputs[1]), outputs
-    assert all("HINT: give all ranks the same HVDKIT_SECRET_FILE" in output for output in outputs)
 
 
 def test_the_secret_of_hvdkitrun_is_in_no_command_line_and_no_environment(tmp_path):

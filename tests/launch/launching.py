@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +19,7 @@ from tests.ranks import ROOT, rank_environment
 
 # Far longer than anything here takes; a test that needs it has failed.
 PATIENCE_SECONDS = 60
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}  # of Popen: one for both
 DYING_SECONDS = 2
 
 
@@ -39,36 +41,33 @@ def argv(flags: list[str], code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "hvdkit.launch", *flags, sys.executable, "-c", code, *arguments]
 
 
-def environment(**extra: str) -> dict[str, str]:
-    return rank_environment(**extra)
-
-
 def call(flags: list[str], code: str = "pass", *arguments: str, **extra: str) -> Result:
-    """Run hvdkitrun to its end."""
-    done = subprocess.run(
-        argv(flags, code, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-        cwd=ROOT,
-        env=environment(**extra),
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
+    """Run hvdkitrun with a piece of Python to its end."""
+    return run_to_end(argv(flags, code, *arguments), **extra)
 
 
 def call_bare(*arguments: str, seconds: float = PATIENCE_SECONDS, **extra: str) -> Result:
     """Run hvdkitrun with exactly these arguments. ``seconds``: the most that it may take."""
+    return run_to_end([sys.executable, "-m", "hvdkit.launch", *arguments], seconds, **extra)
+
+
+def run_to_end(command: list[str], seconds: float = PATIENCE_SECONDS, cwd: Path = ROOT, **extra: str) -> Result:
+    """Run any command to its end, in the environment of a user with these variables."""
     done = subprocess.run(
-        [sys.executable, "-m", "hvdkit.launch", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-        cwd=ROOT,
-        env=environment(**extra),
+        command, capture_output=True, text=True, timeout=seconds, check=False, cwd=cwd, env=rank_environment(**extra)
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def outputs_of(processes: list[subprocess.Popen[str]], seconds: float = PATIENCE_SECONDS) -> list[tuple[str, str]]:
+    """What processes print until they end; those that do not end in time are killed."""
+    try:
+        return [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
 
 def marker() -> str:
@@ -105,17 +104,21 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def write_program(path: Path, text: str) -> Path:
+    """Write an executable file."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 @contextmanager
 def running(flags: list[str], code: str, *arguments: str, **extra: str):
     """A launcher that is at work; killed at the end if it still is."""
     process = subprocess.Popen(
         argv(flags, code, *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(**extra),
+        env=rank_environment(**extra),
         start_new_session=True,
+        **{**PIPES, "stderr": subprocess.PIPE},
     )
     try:
         yield process

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from hvdkit.launch import LaunchError, UsageError, mpi
-from tests.launch.launching import call, call_bare
 
 MPIRUN = mpi.Mpirun("/bin/mpirun")
 NO_MPIRUN = mpi.Mpirun(None, "mpi4py is not installed")
-SHOW = "import os; print(os.environ.get('OMPI_COMM_WORLD_SIZE'), os.environ['HVDKIT_TRANSPORT'])"
 
 
 # flag, HVDKIT_TRANSPORT, ranks: is it mpirun that starts them, and what HVDKIT_TRANSPORT they get
@@ -61,32 +57,3 @@ def test_without_an_mpirun_ranks_are_started_one_by_one_unless_mpi_was_asked_for
         mpi.choose_controller("mpi", "auto", 2)
     with pytest.raises(LaunchError, match="HVDKIT_TRANSPORT=mpi cannot be used: mpi4py is not installed"):
         mpi.choose_controller(None, "mpi", 2)
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [("", "2 auto"), ("auto", "2 auto"), ("mpi", "2 mpi"), ("torch", "None torch")],
-)
-def test_the_variable_chooses_how_ranks_start(asked, words):
-    result = call(["-np", "2"], SHOW, HVDKIT_TRANSPORT=asked)
-    assert sorted(result.stdout.splitlines()) == [f"[{rank}]<stdout>: {words}" for rank in (0, 1)], result.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "asked", "words"),
-    [
-        (["--mpi", "-np", "2"], "torch", ["--mpi", "HVDKIT_TRANSPORT=torch"]),
-        (["--gloo", "-np", "2"], "mpi", ["--gloo", "HVDKIT_TRANSPORT=mpi"]),
-        (["-np", "2"], "solo", ["HVDKIT_TRANSPORT=solo", "-np 2"]),
-        (["-np", "2"], "nccl", ["HVDKIT_TRANSPORT", "auto, mpi, torch, horovod, solo", "'nccl'"]),
-    ],
-)
-def test_a_contradiction_ends_with_status_2_before_anything_starts(flags, asked, words):
-    result = call_bare(*flags, sys.executable, "-c", "print('started')", HVDKIT_TRANSPORT=asked)
-    assert (result.status, result.stdout) == (2, "")
-    assert all(word in result.stderr for word in [*words, "HINT: "]), result.stderr
-
-
-def test_verbose_says_why():
-    result = call(["-np", "1", "--verbose"], HVDKIT_TRANSPORT="torch")
-    assert "starting without MPI: HVDKIT_TRANSPORT=torch" in result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,54 +12,35 @@ import pytest
 from hvdkit.environments import limits
 from hvdkit.launch import main
 from hvdkit.launch.mpirun_output import find_shortage
-from tests.launch.launching import PATIENCE_SECONDS, environment
-from tests.ranks import ROOT
+from tests.launch.launching import argv, run_to_end
 
 JOINS = "import hvdkit.torch as hvd; hvd.init()"
 
 
 def run_with_files(files: int, *command: str) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-        cwd=ROOT,
-        env=environment(),
-    )
-    return done.returncode, done.stderr.splitlines()
+    result = run_to_end(["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command])
+    return result.status, result.stderr.splitlines()
+
+
+def launch(controller: str, size: int = 2, code: str = JOINS) -> list[str]:
+    return argv([controller, "-np", str(size)], code)
 
 
 @pytest.mark.parametrize("files", [9, 24])
 def test_too_few_open_files_are_one_sentence_before_anything_starts(controller, files):
-    status, lines = run_with_files(
-        files, sys.executable, "-m", "hvdkit.launch", controller, "-np", "2", sys.executable, "-c", JOINS
-    )
+    status, lines = run_with_files(files, *launch(controller))
     fact = f"too few files may be open: the limit of a process is {files} (ulimit -n), and 32 are needed"
     assert lines == [f"hvdkitrun: cannot start 2 ranks: {fact}", "HINT: raise it: ulimit -n 1024"]
     assert status == 1
 
 
-@pytest.mark.parametrize("size", [8, 64])
-def test_how_many_files_are_needed_grows_with_the_job(controller, size):
-    needed = {"--gloo": 16 + 3 * size, "--mpi": 24 + 4 * size}[controller]
-    status, lines = run_with_files(
-        needed - 1, sys.executable, "-m", "hvdkit.launch", controller, "-np", str(size), sys.executable, "-c", "pass"
-    )
-    assert status == 1
-    assert lines[0].endswith(f"(ulimit -n), and {needed} are needed")
-
-
 def test_the_limit_of_files_that_is_said_to_be_enough_is_enough(controller):
-    launch = [sys.executable, "-m", "hvdkit.launch", controller, "-np", "2"]
-    assert run_with_files(32, *launch, sys.executable, "-c", JOINS)[0] == 0
+    assert run_with_files(32, *launch(controller))[0] == 0
 
 
 def test_a_rank_with_too_few_open_files_says_so(controller):
-    launch = [sys.executable, "-m", "hvdkit.launch", controller, "-np", "2"]
     command = ["sh", "-c", f'ulimit -n 20; exec "$0" -c "{JOINS}"', sys.executable]
-    status, lines = run_with_files(1024, *launch, *command)
+    status, lines = run_with_files(1024, *launch(controller)[:-3], *command)
     assert status == 1
     fact = r"TransportUnavailableError: rank \d cannot start: too few files may be open: .* 20 \(ulimit -n\)"
     assert any(re.search(fact, line) for line in lines), lines

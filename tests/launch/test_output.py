@@ -24,17 +24,8 @@ EXITED = (
     + DASHES
 )
 KILLED = DASHES + b"prterun noticed that process rank 2 with PID 55 on node h1 exited on\nsignal 9 (Killed).\n" + DASHES
-ABORTED = (
-    DASHES
-    + b"prterun has exited due to process rank 1 with PID 0 on node h1 calling\n"
-    + b'"abort". This may have caused other processes ...\n'
-    + DASHES
-)
-LEFT = (
-    DASHES + b"prterun has exited due to process rank 1 with PID 5 on node h1 exiting\nimproperly. There are\n" + DASHES
-)
-
-
+ABORTED = DASHES + b'prterun has exited due to process rank 1 with PID 0 on node h1 calling\n"abort". This\n' + DASHES
+LEFT = DASHES + b"prterun has exited due to process rank 1 with PID 5 on node h1 exiting\nimproperly. \n" + DASHES
 ABORTING = (
     DASHES
     + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Proc: [[1,1],1]\n  Errorcode: 7\n"
@@ -56,13 +47,6 @@ def test_lines_do_not_depend_on_where_the_stream_was_cut(parts, places):
     assert found == expected
     assert b"".join(found).rstrip(b"\r\n") == data.rstrip(b"\r\n")
     assert all(line.endswith((b"\n", b"\r")) for line in found)
-
-
-def test_a_line_without_an_end_does_not_grow_for_ever():
-    splitter = LineSplitter()
-    lines = [line for _ in range(300) for line in splitter.feed(b"x" * 8192)]
-    assert lines
-    assert len(b"".join(lines)) > 300 * 8192 - (2 << 20)
 
 
 @given(st.lists(st.integers(0, 900)))
@@ -137,19 +121,13 @@ def test_nothing_is_lost_where_signals_interrupt_a_write():
 
 @given(st.lists(st.integers(0, 400)))
 def test_that_a_rank_has_called_for_the_end_of_the_job_is_seen(places):
-    stream = MpirunStream(lambda rank, name, data: None)
-    for piece in cut(b"[1,0]<stdout>: MPI_ABORT was invoked on rank 1 in communicator\n", places):
-        stream.feed(piece)
-    assert not stream.aborting
-    assert stream.aborted is None
-    for piece in cut(ABORTING, places):
-        stream.feed(piece)
-    assert stream.aborting
-    assert stream.aborted == RankFailure(1, 7, how="aborted")
-
-
-def test_the_rank_of_another_communicator_is_no_rank_of_the_job():
-    stream = MpirunStream(lambda rank, name, data: None)
-    stream.feed(ABORTING.replace(b"MPI_COMM_WORLD", b"MPI COMMUNICATOR 3 SPLIT FROM 0"))
-    assert stream.aborting
-    assert stream.aborted is None
+    for data, aborted in (
+        (b"[1,0]<stdout>: MPI_ABORT was invoked on rank 1 in communicator\n", None),
+        (ABORTING.replace(b"MPI_COMM_WORLD", b"MPI COMMUNICATOR 3 SPLIT FROM 0"), None),  # no rank of the job
+        (ABORTING, RankFailure(1, 7, how="aborted")),
+    ):
+        stream = MpirunStream(lambda rank, name, data: None)
+        for piece in cut(data, places):
+            stream.feed(piece)
+        assert stream.aborting == data.startswith(DASHES)
+        assert stream.aborted == aborted

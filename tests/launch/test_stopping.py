@@ -9,14 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from hvdkit.launch import worker
 from hvdkit.launch.options import parse
-from tests.launch.launching import PATIENCE_SECONDS, check_gone, environment, marked, marker, wait_until
+from tests.launch.launching import PATIENCE_SECONDS, PIPES, check_gone, marked, marker, wait_until, write_program
 from tests.launch.test_ssh import SSH
-from tests.ranks import ROOT
+from tests.ranks import rank_environment
 
 SAVING_SECONDS = 0.6  # longer than mpirun's own patience, a quarter of a second
 # A rank that counts its SIGTERMs, saves the count, and ends; its arguments: a folder, the seconds to save, a marker.
@@ -56,19 +54,14 @@ signal.signal(signal.SIGCHLD, lose)
 class Job:
     """hvdkitrun with ranks that save; ``code`` runs in them before they are ready."""
 
-    def __init__(
-        self, folder: Path, flags: list[str], code: str = "", saving: float = SAVING_SECONDS, script: str = ""
-    ):
+    def __init__(self, folder: Path, *flags: str, code: str = "", saving: float = SAVING_SECONDS, script: str = ""):
         self.folder, self.mark = folder, marker()
         rank = [sys.executable, "-c", SAVES + code + READY, str(folder), str(saving), self.mark]
         command = [*(["sh", "-c", script, "sh"] if script else []), *rank]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hvdkit.launch", *flags, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=environment(PATH=f"{folder}:{os.environ['PATH']}"),
+            env=rank_environment(PATH=f"{folder}:{os.environ['PATH']}"),
+            **PIPES,
         )
 
     def wait_for_ranks(self, size: int) -> None:
@@ -87,7 +80,7 @@ class Job:
         return [path.read_text() for path in sorted(self.folder.glob("saved.*"))]
 
 
-def assert_all_save(job: Job, size: int) -> None:
+def assert_all_save(job: Job, size: int = 2) -> None:
     job.wait_for_ranks(size)
     status, output, _ = job.end(signal.SIGTERM)
     assert job.saved() == ["1\n"] * size, output
@@ -96,31 +89,25 @@ def assert_all_save(job: Job, size: int) -> None:
 
 
 def test_each_rank_gets_sigterm_once_and_saves(controller, tmp_path):
-    assert_all_save(Job(tmp_path, [controller, "-np", "2"]), 2)
+    assert_all_save(Job(tmp_path, controller, "-np", "2", code="import hvdkit.torch as hvd\nhvd.init()\n"))
 
 
 def test_a_ranks_children_get_no_sigterm_while_it_saves(controller, tmp_path):
-    assert_all_save(Job(tmp_path, [controller, "-np", "2"], LOADS), 2)
+    assert_all_save(Job(tmp_path, controller, "-np", "2", code=LOADS))
 
 
 def test_what_a_shell_leaves_behind_gets_sigterm_and_saves(controller, tmp_path):
-    assert_all_save(Job(tmp_path, [controller, "-np", "2"], script='true; "$@"; true'), 2)
+    assert_all_save(Job(tmp_path, controller, "-np", "2", script='true; "$@"; true'))
 
 
 def test_ranks_on_other_hosts_save_too(controller, tmp_path):
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
+    write_program(tmp_path / "ssh", SSH)
     interface = ["--network-interfaces", "lo"] if controller == "--gloo" else []
-    hosts = [controller, "-np", "3", "-H", "localhost:1,far.invalid:2", *interface]
-    assert_all_save(Job(tmp_path, hosts), 3)
-
-
-def test_ranks_of_a_job_save_and_leave_it(controller, tmp_path):
-    assert_all_save(Job(tmp_path, [controller, "-np", "2"], "import hvdkit.torch as hvd\nhvd.init()\n"), 2)
+    assert_all_save(Job(tmp_path, controller, "-np", "3", "-H", "localhost:1,far.invalid:2", *interface), 3)
 
 
 def test_ranks_save_after_another_has_ended_and_then_the_job_ends(controller, tmp_path):
-    job = Job(tmp_path, [controller, "-np", "2", "--stop-grace", "600"], "if rank == '1':\n    sys.exit(0)\n")
+    job = Job(tmp_path, controller, "-np", "2", "--stop-grace", "600", code="if rank == '1':\n    sys.exit(0)\n")
     job.wait_for_ranks(1)
     wait_until(lambda: len(marked(job.mark)) == 1, "rank 1 has ended")
     status, output, _ = job.end(signal.SIGTERM)
@@ -128,30 +115,8 @@ def test_ranks_save_after_another_has_ended_and_then_the_job_ends(controller, tm
     assert (status, output.splitlines()[-1]) == (143, "hvdkitrun: ended all ranks after SIGTERM"), output
 
 
-# mpirun's daemon, which is killed while the worker of a rank that has saved waits to be ended by it.
-IS_KILLED = """
-import os, signal, subprocess, sys, time
-worker = subprocess.Popen([sys.executable, *sys.argv[1:]], stderr=subprocess.PIPE)
-while b"ended" not in (line := worker.stderr.readline()):
-    worker.send_signal(signal.SIGURG)
-    time.sleep(0.1)
-print(worker.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_worker_of_a_rank_that_has_saved_does_not_outlive_mpirun():
-    mark = marker()
-    rank = [sys.executable, "-c", "import sys, time\nfor i in range(100): sys.stderr.write('x\\n'); time.sleep(0.05)"]
-    command = [sys.executable, "-c", IS_KILLED, worker.__file__, "10", *rank, mark]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    check_gone(mark)
-    wait_until(lambda: not psutil.pid_exists(int(killed.stdout)), "its worker ends")
-
-
 def test_after_the_grace_period_ranks_are_killed(controller, tmp_path):
-    job = Job(tmp_path, [controller, "-np", "2", "--stop-grace", "0.5"], LOADS, saving=600)
+    job = Job(tmp_path, controller, "-np", "2", "--stop-grace", "0.5", code=LOADS, saving=600)
     job.wait_for_ranks(2)
     assert len(marked(job.mark)) == 4
     status, output, seconds = job.end(signal.SIGTERM)
@@ -161,27 +126,21 @@ def test_after_the_grace_period_ranks_are_killed(controller, tmp_path):
     check_gone(job.mark)
 
 
-def test_a_second_sigterm_ends_all_at_once(controller, tmp_path):
-    job = Job(tmp_path, [controller, "-np", "2", "--stop-grace", "600"], saving=600)
+@pytest.mark.parametrize("hosts", [[], ["-H", "localhost:1,far.invalid:1", "--network-interfaces", "lo"]])
+def test_a_second_sigterm_ends_all_at_once(controller, hosts, tmp_path):
+    if hosts and controller == "--mpi":
+        pytest.skip("mpirun's own ssh")
+    write_program(tmp_path / "ssh", SSH)
+    job = Job(tmp_path, controller, "-np", "2", "--stop-grace", "600", *hosts, saving=600)
     job.wait_for_ranks(2)
     status, _, _ = job.end(signal.SIGTERM, signal.SIGTERM, pause=0.5)
     assert status == 143
-    check_gone(job.mark)
-
-
-def test_a_second_sigterm_ends_ranks_on_other_hosts(tmp_path):
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
-    hosts = ["-H", "localhost:1,far.invalid:1", "--network-interfaces", "lo"]
-    job = Job(tmp_path, ["--gloo", "-np", "2", "--stop-grace", "600", *hosts], saving=600)
-    job.wait_for_ranks(2)
-    job.end(signal.SIGTERM, signal.SIGTERM, pause=0.5)
     wait_until(lambda: marked(job.mark) == [], "all ranks end")
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.4])
 def test_a_job_that_starts_ends_as_well(controller, tmp_path, seconds):
-    job = Job(tmp_path, [controller, "-np", "2"])
+    job = Job(tmp_path, controller, "-np", "2")
     time.sleep(seconds)
     job.end(signal.SIGTERM)
     check_gone(job.mark)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from hvdkit.launch import CommandNotFoundError
 from hvdkit.launch.main import check_command
-from tests.launch.launching import call, call_bare, environment
+from tests.launch.launching import call, call_bare, run_to_end, write_program
 
 PYTHON = [sys.executable, "-c", "pass"]
 
@@ -27,9 +26,7 @@ PYTHON = [sys.executable, "-c", "pass"]
         (["-np", "3", "-H", "localhost:2", *PYTHON], "more processes than there are slots (2)"),
         (["-np", "2", "-H", "localhost", *PYTHON], "'localhost'"),
         (["-np", "2", "-H", "localhost:2,,", *PYTHON], "''"),
-        (["-np", "2", "-H", "-oProxyCommand=x:2", *PYTHON], "-H"),
         (["-np", "2", "--hosts=-oProxyCommand=x:2", *PYTHON], "-oProxyCommand=x:2"),
-        (["-np", "2", "-H", "localhost:x", *PYTHON], "'localhost:x'"),
         (["-np", "2", "--hostfile", "/does/not/exist", *PYTHON], "/does/not/exist"),
         (["-np", "2", "--mpi", "--gloo", *PYTHON], "--gloo"),
         (["-np", "2", "--no-such-flag", *PYTHON], "--no-such-flag"),
@@ -53,34 +50,31 @@ def test_a_program_that_is_not_there_is_told_once(controller):
 
 @pytest.mark.parametrize("begin", ["import sys\n", "", "\ufeff#!/usr/bin/env python\n"], ids=["code", "empty", "mark"])
 def test_an_executable_script_without_an_interpreter_is_told_how(begin: str, tmp_path: Path):
-    (tmp_path / "w.py").write_text(begin)
-    (tmp_path / "w.py").chmod(0o755)
-    command = [sys.executable, "-m", "hvdkit.launch", "-np", "2", "./w.py", "--fast"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
-    assert told.returncode == 126
-    assert told.stderr.splitlines() == [
+    write_program(tmp_path / "w.py", begin)
+    refused = run_to_end([sys.executable, "-m", "hvdkit.launch", "-np", "2", "./w.py", "--fast"], cwd=tmp_path)
+    assert refused.status == 126
+    assert refused.stderr.splitlines() == [
         "hvdkitrun: cannot start './w.py': it is executable, but does not begin with #! and a program's path",
         "HINT: a Python script runs as: hvdkitrun -np 2 python ./w.py --fast",
     ]
 
 
-def test_where_a_script_on_the_path_lies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_script_that_is_started_without_python_is_told_how():
+    refused = call_bare("-np", "2", "w.py", "--fast")
+    assert refused.status == 127
+    assert refused.stderr.splitlines() == [
+        "hvdkitrun: cannot find the program 'w.py', or it is not executable",
+        "HINT: check its name and PATH; a Python script runs as: hvdkitrun -np 2 python w.py --fast",
+    ]
+
+
+@pytest.mark.parametrize(("name", "text", "runs"), [("w.py", "", "python"), ("w", "echo ran\n", "sh")])
+def test_where_a_script_on_the_path_lies_is_told(name, text, runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "w.py").touch(0o755)
-    with pytest.raises(CommandNotFoundError, match=rf"python {re.escape(str(tmp_path))}/w\.py 'a b'$"):
-        check_command(["w.py", "a b"], 2)
-
-
-def test_a_shells_script_without_an_interpreter_is_told_how(tmp_path: Path):
-    (tmp_path / "w").write_text("echo ran\n")
-    (tmp_path / "w").chmod(0o755)
-    with pytest.raises(CommandNotFoundError) as refused:
-        check_command([str(tmp_path / "w"), "a b"], 2)
+    path = write_program(tmp_path / name, text)
+    with pytest.raises(CommandNotFoundError, match=rf"runs as: .* {runs} {re.escape(str(path))} 'a b'$") as refused:
+        check_command([name, "a b"], 2)
     assert refused.value.status == 126
-    assert str(refused.value) == (
-        f"cannot start '{tmp_path}/w': it is executable, but does not begin with #! and a program's path\n"
-        f"HINT: a shell's script runs as: hvdkitrun -np 2 sh {tmp_path}/w 'a b'"
-    )
 
 
 @pytest.mark.parametrize(
@@ -109,22 +103,21 @@ def test_a_host_that_cannot_be_reached_is_named(controller):
     assert "HINT: " in result.stderr
 
 
-def test_a_port_without_ssh_behind_it_is_named(controller, tmp_path):
-    # Another address of this machine would be local; an ssh that reports a refusal stands in for a remote one.
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\necho "ssh: connect to host $8 port 1: Connection refused" >&2\nexit 255\n')
-    ssh.chmod(0o755)
-    result = call([controller, "-np", "2", "-H", "remote.invalid:2", "-p", "1"], PATH=f"{tmp_path}:/usr/bin:/bin")
-    assert result.status == 1
-    assert "cannot reach host remote.invalid by ssh: ssh: connect to host" in result.stderr
-    assert "`ssh -o BatchMode=yes -p 1 remote.invalid true`" in result.stderr
+REFUSES = 'echo "ssh: connect to host $8 port 1: Connection refused" >&2\nexit 255'
 
 
-def test_a_host_that_does_not_answer_in_time_is_named(tmp_path):
-    ssh = tmp_path / "ssh"
-    ssh.write_text("#!/bin/sh\nexec sleep 100\n")
-    ssh.chmod(0o755)
-    flags = ["--gloo", "-np", "2", "-H", "remote.invalid:2", "--start-timeout", "1"]
-    result = call(flags, PATH=f"{tmp_path}:/usr/bin:/bin")
+@pytest.mark.parametrize(
+    ("program", "flags", "why"),
+    [
+        (REFUSES, ["--mpi", "-p", "1"], "ssh: connect to host"),
+        (REFUSES, ["--gloo", "-p", "1"], "ssh: connect to host"),
+        ("exec sleep 100", ["--gloo", "--start-timeout", "1"], "no answer within 1 s"),
+    ],
+)
+def test_a_host_without_ssh_or_that_does_not_answer_is_named(tmp_path, program, flags, why):
+    # Another address of this machine would be local; a program in place of ssh stands in for a remote one.
+    write_program(tmp_path / "ssh", f"#!/bin/sh\n{program}\n")
+    result = call([*flags, "-np", "2", "-H", "remote.invalid:2"], PATH=f"{tmp_path}:/usr/bin:/bin")
     assert result.status == 1
-    assert "cannot reach host remote.invalid by ssh: no answer within 1 s" in result.stderr
+    assert f"cannot reach host remote.invalid by ssh: {why}" in result.stderr
+    assert "-p" not in flags or "`ssh -o BatchMode=yes -p 1 remote.invalid true`" in result.stderr
