@@ -84,7 +84,7 @@ class Message:
     peer: int
     def done(self) -> bool: ...
 
-class Post:
+class MessageRings:
     """Tagged messages between the ranks of a node."""
 
     @staticmethod

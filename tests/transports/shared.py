@@ -64,15 +64,15 @@ def bells_in(window: Any, ranks: int) -> list[Any]:
     return [native.Bell(window, rank * LINE) for rank in range(ranks)]
 
 
-def posts(ranks: int, ring: int = 256, control: int = 256) -> list[Any]:
-    """Every rank's post, on one window."""
-    window = new_window(ranks * LINE + native.Post.bytes_needed(ranks, ring, control))
+def message_rings(ranks: int, ring: int = 256, control: int = 256) -> list[Any]:
+    """Return each rank's message rings, on one window."""
+    window = new_window(ranks * LINE + native.MessageRings.bytes_needed(ranks, ring, control))
     bells = bells_in(window, ranks)
-    return [native.Post(window, ranks * LINE, ranks, me, ring, control, bells) for me in range(ranks)]
+    return [native.MessageRings(window, ranks * LINE, ranks, me, ring, control, bells) for me in range(ranks)]
 
 
 def settle(ranks: list[Any]) -> None:
-    """Drive all posts until nothing moves any more."""
+    """Drive all message rings until nothing moves any more."""
     moved = True
     while moved:
         moved = False

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests import measured
-from tests.transports.shared import LINE, bells_in, native, node_memory, posts, settle
+from tests.transports.shared import LINE, bells_in, native, node_memory, message_rings, settle
 
 LONG = 1 << 17  # bytes of a message that takes a while
 SECONDS = 10.0  # more than any wait of these programs takes, unless a ring was lost
@@ -52,7 +52,7 @@ def play(descriptor: int, me: int, rounds: int) -> float:
 
 def give_back_buffers(messages: int) -> None:
     """Messages end, and receives fail, with nobody but the post to keep their buffers, while a thread listens."""
-    one, other = posts(2, ring=LONG)
+    one, other = message_rings(2, ring=LONG)
     over = threading.Event()
 
     def listen() -> None:

@@ -110,7 +110,7 @@ def test_a_place_off_its_line_or_outside_the_window_is_refused(offset):
         lambda: native.Bell(window, offset),
         lambda: native.Cells(window, offset, 1),
         lambda: native.Cells(window, 0, PAGE // LINE + 1),
-        lambda: native.Post(window, offset, 1, 0, LINE, LINE, [native.Bell()]),
+        lambda: native.MessageRings(window, offset, 1, 0, LINE, LINE, [native.Bell()]),
         lambda: native.Area(window, offset, 1, 0, 1, LINE, [native.Bell()]),
     ):
         with pytest.raises(ValueError, match="expected a place on a cache line inside the window"):

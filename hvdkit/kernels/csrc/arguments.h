@@ -36,7 +36,7 @@ void check_apart(const char* function, const Array& destination, const Array& ot
 // Sources share one dtype, which is the destination's; halves may also go to a float32 destination.
 void check_reduction_dtypes(const char* function, const Array& destination, const std::vector<Array>& sources);
 
-// A number, or a Scale of scale.py: a tuple of factor and divisor. For bool arrays nothing but one.
+// A number, or a Scale of reduce_op.py: a tuple of factor and divisor. For bool arrays nothing but one.
 Scale scale_argument(const char* function, const char* argument, pybind11::handle object, DType dtype);
 
 void check_float_dtype(const char* function, const Array& array);

@@ -34,7 +34,7 @@ inline bool is_half(DType dtype) { return dtype == DType::float16 || dtype == DT
 // Elements that are worked on at a time: an accumulator and one widened source in float32 stay in the first cache.
 constexpr std::size_t kBlock = 2048;
 
-// What is done to a result at last: scale.py tells what it means.
+// The factor and the divisor of a result, as in class Scale of reduce_op.py.
 struct Scale {
     double factor = 1.0;
     std::int64_t divisor = 1;  // 1 to kLargestDivisor

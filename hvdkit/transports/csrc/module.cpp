@@ -1,5 +1,5 @@
-// The binding of windows, cells, bells, post and staged collectives, each of which keeps the window it lies in alive,
-// of the last resort, and of the heartbeat.
+// The binding of windows, cells, bells, message rings and staged collectives, each of which keeps the window it lies in
+// alive, of the last resort, and of the heartbeat.
 #include "module.h"
 
 #include <pybind11/stl.h>
@@ -13,7 +13,7 @@
 #include "heartbeat.h"
 #include "in_place.h"
 #include "last_resort.h"
-#include "post.h"
+#include "message_rings.h"
 #include "repeated.h"
 #include "staged.h"
 #include "window.h"
@@ -98,20 +98,20 @@ std::shared_ptr<Message> post_message(Posting posting, py::buffer buffer, bool w
     return posting(data, nbytes, std::move(owner));
 }
 
-bool progress(Post& post) {
+bool progress(MessageRings& rings) {
     std::vector<std::shared_ptr<Message>> finished;
     bool moved = false;
     {
         const py::gil_scoped_release unlocked;
-        moved = post.progress();
-        finished = post.take_finished();
+        moved = rings.progress();
+        finished = rings.take_finished();
     }
     return moved;  // and the owners of the buffers are given back here, under the interpreter's lock
 }
 
-py::list take_control(Post& post) {
+py::list take_control(MessageRings& rings) {
     py::list messages;
-    for (const auto& [peer, payload] : post.take_control()) messages.append(py::make_tuple(peer, py::bytes(payload)));
+    for (const auto& [peer, payload] : rings.take_control()) messages.append(py::make_tuple(peer, py::bytes(payload)));
     return messages;
 }
 
@@ -271,31 +271,31 @@ void bind_shared_memory(py::module_& module) {
     py::class_<Message, std::shared_ptr<Message>>(module, "Message", py::dynamic_attr()).def("done", [](Message& one) {
         return one.done.load();
     });
-    py::class_<Post>(module, "Post")
-        .def_static("bytes_needed", &Post::bytes_needed)
+    py::class_<MessageRings>(module, "MessageRings")
+        .def_static("bytes_needed", &MessageRings::bytes_needed)
         .def(py::init([](Window& window, std::size_t offset, std::size_t ranks, std::size_t me, std::size_t data,
                          std::size_t control, const std::vector<BellHandle*>& bells) {
-                 std::byte* const base = within(window, offset, Post::bytes_needed(ranks, data, control));
-                 return std::make_unique<Post>(base, ranks, me, data, control, bells_of(bells));
+                 std::byte* const base = within(window, offset, MessageRings::bytes_needed(ranks, data, control));
+                 return std::make_unique<MessageRings>(base, ranks, me, data, control, bells_of(bells));
              }),
              py::keep_alive<1, 2>(), py::keep_alive<1, 8>())
         .def("send",
-             [](Post& post, std::size_t peer, std::uint32_t tag, py::buffer buffer) {
+             [](MessageRings& rings, std::size_t peer, std::uint32_t tag, py::buffer buffer) {
                  return post_message(
                      [&](std::byte* data, std::size_t nbytes, std::shared_ptr<void> owner) {
-                         return post.send(peer, tag, data, nbytes, std::move(owner));
+                         return rings.send(peer, tag, data, nbytes, std::move(owner));
                      },
                      std::move(buffer), false);
              })
         .def("receive",
-             [](Post& post, std::size_t peer, std::uint32_t tag, py::buffer buffer) {
+             [](MessageRings& rings, std::size_t peer, std::uint32_t tag, py::buffer buffer) {
                  return post_message(
                      [&](std::byte* data, std::size_t nbytes, std::shared_ptr<void> owner) {
-                         return post.receive(peer, tag, data, nbytes, std::move(owner));
+                         return rings.receive(peer, tag, data, nbytes, std::move(owner));
                      },
                      std::move(buffer), true);
              })
-        .def("send_control", &Post::send_control, Unlocked())
+        .def("send_control", &MessageRings::send_control, Unlocked())
         .def("progress", &progress)
         .def("take_control", &take_control);
     py::class_<Area>(module, "Area")

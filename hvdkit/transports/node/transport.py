@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from hvdkit.kernels._native import Bell, Post, Window
+from hvdkit.kernels._native import Bell, MessageRings, Window
 from hvdkit.transports.base import CACHE_LINE, Bytes, Layer, Transfer, Transport
 from hvdkit.transports.node.memory import NodeMemory
 
@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.05
 def _rings_bytes(ranks: int) -> tuple[int, int]:
     """Return the bytes of a data ring, and of the wake-ups of ``ranks`` ranks with the rings of each pair."""
     data_ring = DATA_RING if ranks <= CROWDED else CROWDED_DATA_RING
-    return data_ring, ranks * CACHE_LINE + Post.bytes_needed(ranks, data_ring, CONTROL_RING)
+    return data_ring, ranks * CACHE_LINE + MessageRings.bytes_needed(ranks, data_ring, CONTROL_RING)
 
 
 def window_bytes(ranks: int, size: int) -> int:
@@ -46,7 +46,9 @@ class NodeTransport(Layer):
         self.wakeups = [Bell(rings, index * CACHE_LINE) for index in range(count)]
         self.wakeup = self.wakeups[memory.index]
         data_ring, rings_bytes = _rings_bytes(count)
-        self._messages = Post(rings, count * CACHE_LINE, count, memory.index, data_ring, CONTROL_RING, self.wakeups)
+        self._messages = MessageRings(
+            rings, count * CACHE_LINE, count, memory.index, data_ring, CONTROL_RING, self.wakeups
+        )
         self.signs_of_life = (rings, rings_bytes)
         self._gone: dict[int, str] = {}
         self._next_look = 0.0

@@ -79,8 +79,8 @@ class Buffer {
     std::size_t nbytes_;
 };
 
-// Post, Staged and Heartbeat, with their bells, with ``ranks`` threads as ranks.
-void run_posts(std::uint64_t seed, std::size_t ranks, std::size_t messages);
+// MessageRings, Staged and Heartbeat, with their bells, with ``ranks`` threads as ranks.
+void run_message_rings(std::uint64_t seed, std::size_t ranks, std::size_t messages);
 void run_staged(std::uint64_t seed, std::size_t ranks, std::size_t operations);
 // Heartbeats that share counters, and are connected.
 void run_heartbeats(std::size_t ranks, std::size_t rounds);

@@ -19,7 +19,7 @@ int main(int count, char** arguments) {
         run_arena(seed, rounds);
     } else {
         for (std::size_t ranks = 1; ranks <= 4; ++ranks) {
-            run_posts(seed + ranks, ranks, rounds);
+            run_message_rings(seed + ranks, ranks, rounds);
             run_staged(seed + ranks, ranks, rounds);
             run_heartbeats(ranks, 5);
         }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../../../hvdkit/transports/csrc/heartbeat.h"
-#include "../../../hvdkit/transports/csrc/post.h"
+#include "../../../hvdkit/transports/csrc/message_rings.h"
 #include "../../../hvdkit/transports/csrc/shared.h"
 #include "../../../hvdkit/transports/csrc/staged.h"
 #include "check.h"
@@ -61,13 +61,16 @@ void sleep_at(Bell& bell, std::uint32_t seen, double spin_seconds) {
     CHECK(hvdkit::monotonic_seconds() - began < kSleepSeconds / 2);
 }
 
-// -- Post -------------------------------------------------------------------------------------------------------------
+// -- MessageRings
+// -------------------------------------------------------------------------------------------------------------
 
 constexpr std::size_t kDataRing = 512;
 constexpr std::size_t kControlRing = 128;
 constexpr std::size_t kLetterSizes[] = {0, 1, 15, 16, 17, 100, 495, 496, 497, 512, 1536, 2000};
 
-std::size_t rings_bytes(std::size_t ranks) { return hvdkit::Post::bytes_needed(ranks, kDataRing, kControlRing); }
+std::size_t rings_bytes(std::size_t ranks) {
+    return hvdkit::MessageRings::bytes_needed(ranks, kDataRing, kControlRing);
+}
 
 struct Letter {
     std::size_t peer;
@@ -190,7 +193,7 @@ class Correspondent {
     std::size_t ranks_;
     std::size_t me_;
     std::size_t messages_;
-    hvdkit::Post post_;
+    hvdkit::MessageRings post_;
     std::mutex listening_;  // both threads do
     std::vector<std::size_t> heard_;
     std::vector<Letter> letters_;
@@ -277,7 +280,7 @@ void run_one_staged(hvdkit::Area& area, Bell& bell, Random& random, const Plan& 
 
 }  // namespace
 
-void run_posts(std::uint64_t seed, std::size_t ranks, std::size_t messages) {
+void run_message_rings(std::uint64_t seed, std::size_t ranks, std::size_t messages) {
     Node node(ranks, rings_bytes(ranks) + ranks * sizeof(Counter));
     on_every_rank(ranks, [&](std::size_t me) { Correspondent(node, seed, ranks, me, messages).run(); });
 }

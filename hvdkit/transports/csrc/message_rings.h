@@ -22,19 +22,19 @@ struct RingHead {
     alignas(kLine) std::atomic<std::uint32_t> starved;  // the sender wants to be rung when there is room
 };
 
-// A send or a receive. ``keep`` holds the buffer's owner; it is given back by ``Post::take_finished`` only.
+// A send or a receive. ``keep`` holds the buffer's owner; it is given back by ``MessageRings::take_finished`` only.
 struct Message {
     std::atomic<bool> done{false};
     std::shared_ptr<void> keep;
 };
 
-class Post {
+class MessageRings {
  public:
     static std::size_t bytes_needed(std::size_t ranks, std::size_t data_capacity, std::size_t control_capacity);
 
     // ``base``: shared memory of that many bytes, zeros at first. ``bells``: each rank's.
-    Post(std::byte* base, std::size_t ranks, std::size_t me, std::size_t data_capacity, std::size_t control_capacity,
-         std::vector<Bell*> bells);
+    MessageRings(std::byte* base, std::size_t ranks, std::size_t me, std::size_t data_capacity,
+                 std::size_t control_capacity, std::vector<Bell*> bells);
 
     // Messages match by (peer, tag) in the order in which they were posted.
     std::shared_ptr<Message> send(std::size_t peer, std::uint32_t tag, const std::byte* data, std::size_t nbytes,

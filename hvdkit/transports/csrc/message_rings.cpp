@@ -1,5 +1,5 @@
 // Frames on rings: a message travels as frames of 16 bytes of header and a part of the payload, padded to 16 bytes.
-#include "post.h"
+#include "message_rings.h"
 
 #include <algorithm>
 #include <cstring>
@@ -25,12 +25,12 @@ std::byte* bytes_of(RingHead* head) { return reinterpret_cast<std::byte*>(head +
 
 }  // namespace
 
-std::size_t Post::bytes_needed(std::size_t ranks, std::size_t data_capacity, std::size_t control_capacity) {
+std::size_t MessageRings::bytes_needed(std::size_t ranks, std::size_t data_capacity, std::size_t control_capacity) {
     return ranks * ranks * (2 * sizeof(RingHead) + data_capacity + control_capacity);
 }
 
-Post::Post(std::byte* base, std::size_t ranks, std::size_t me, std::size_t data_capacity, std::size_t control_capacity,
-           std::vector<Bell*> bells)
+MessageRings::MessageRings(std::byte* base, std::size_t ranks, std::size_t me, std::size_t data_capacity,
+                           std::size_t control_capacity, std::vector<Bell*> bells)
     : base_(base),
       ranks_(ranks),
       me_(me),
@@ -44,14 +44,14 @@ Post::Post(std::byte* base, std::size_t ranks, std::size_t me, std::size_t data_
     }
 }
 
-RingHead* Post::head(std::size_t from, std::size_t to, bool control) const {
+RingHead* MessageRings::head(std::size_t from, std::size_t to, bool control) const {
     const std::size_t pair_bytes = 2 * sizeof(RingHead) + data_capacity_ + control_capacity_;
     std::byte* const pair = base_ + (from * ranks_ + to) * pair_bytes;
     return reinterpret_cast<RingHead*>(control ? pair + sizeof(RingHead) + data_capacity_ : pair);
 }
 
-std::shared_ptr<Message> Post::send(std::size_t peer, std::uint32_t tag, const std::byte* data, std::size_t nbytes,
-                                    std::shared_ptr<void> keep) {
+std::shared_ptr<Message> MessageRings::send(std::size_t peer, std::uint32_t tag, const std::byte* data,
+                                            std::size_t nbytes, std::shared_ptr<void> keep) {
     const std::lock_guard<std::mutex> guard(mutex_);
     auto message = std::make_shared<Message>();
     message->keep = std::move(keep);
@@ -61,7 +61,7 @@ std::shared_ptr<Message> Post::send(std::size_t peer, std::uint32_t tag, const s
     return message;
 }
 
-void Post::send_control(std::size_t peer, std::string payload) {
+void MessageRings::send_control(std::size_t peer, std::string payload) {
     const std::lock_guard<std::mutex> guard(mutex_);
     Lane& lane = peers_[peer].control;
     const std::size_t nbytes = payload.size();
@@ -69,8 +69,8 @@ void Post::send_control(std::size_t peer, std::string payload) {
     if (push(lane)) bells_[peer]->ring();
 }
 
-std::shared_ptr<Message> Post::receive(std::size_t peer, std::uint32_t tag, std::byte* data, std::size_t nbytes,
-                                       std::shared_ptr<void> keep) {
+std::shared_ptr<Message> MessageRings::receive(std::size_t peer, std::uint32_t tag, std::byte* data, std::size_t nbytes,
+                                               std::shared_ptr<void> keep) {
     // Before the lock: where this throws, the owner is given back, which may have to wait for whoever wants the lock.
     auto message = std::make_shared<Message>();
     message->keep = std::move(keep);
@@ -101,7 +101,7 @@ std::shared_ptr<Message> Post::receive(std::size_t peer, std::uint32_t tag, std:
     return message;
 }
 
-bool Post::progress() {
+bool MessageRings::progress() {
     const std::lock_guard<std::mutex> guard(mutex_);
     bool moved = false;
     for (std::size_t peer = 0; peer < ranks_; ++peer) {
@@ -117,7 +117,7 @@ bool Post::progress() {
     return moved;
 }
 
-bool Post::push(Lane& lane) {
+bool MessageRings::push(Lane& lane) {
     bool wrote = false;
     while (!lane.outgoing.empty()) {
         Outgoing& message = lane.outgoing.front();
@@ -152,7 +152,7 @@ bool Post::push(Lane& lane) {
     return wrote;
 }
 
-bool Post::pull(std::size_t from, Lane& lane, bool control) {
+bool MessageRings::pull(std::size_t from, Lane& lane, bool control) {
     bool moved = false;
     std::uint64_t read = lane.in->read.load(std::memory_order_relaxed);
     while (read != lane.in->written.load(std::memory_order_acquire)) {
@@ -181,7 +181,7 @@ bool Post::pull(std::size_t from, Lane& lane, bool control) {
     return moved;
 }
 
-void Post::begin(std::size_t from, Arriving& arriving, bool control) {
+void MessageRings::begin(std::size_t from, Arriving& arriving, bool control) {
     auto& posted = peers_[from].posted;
     const auto waiting = control ? posted.end() : posted.find(arriving.tag);
     if (waiting != posted.end()) {
@@ -201,13 +201,13 @@ void Post::begin(std::size_t from, Arriving& arriving, bool control) {
     begin_early(arriving);
 }
 
-void Post::begin_early(Arriving& arriving) {
+void MessageRings::begin_early(Arriving& arriving) {
     arriving.early.resize(arriving.total);
     arriving.data = reinterpret_cast<std::byte*>(arriving.early.data());
     arriving.active = true;
 }
 
-void Post::end(std::size_t from, Arriving& arriving, bool control) {
+void MessageRings::end(std::size_t from, Arriving& arriving, bool control) {
     if (arriving.message != nullptr) {
         arriving.message->done.store(true);
         finished_.push_back(std::move(arriving.message));
@@ -219,19 +219,19 @@ void Post::end(std::size_t from, Arriving& arriving, bool control) {
     arriving = Arriving{};
 }
 
-void Post::check_length(std::size_t from, std::uint32_t tag, std::size_t came, std::size_t expected) const {
+void MessageRings::check_length(std::size_t from, std::uint32_t tag, std::size_t came, std::size_t expected) const {
     if (came == expected) return;
     throw std::runtime_error("local rank " + std::to_string(from) + " sent " + std::to_string(came) +
                              " bytes under tag " + std::to_string(tag) + " where " + std::to_string(expected) +
                              " were expected");
 }
 
-std::vector<std::pair<std::size_t, std::string>> Post::take_control() {
+std::vector<std::pair<std::size_t, std::string>> MessageRings::take_control() {
     const std::lock_guard<std::mutex> guard(mutex_);
     return std::exchange(control_, {});
 }
 
-std::vector<std::shared_ptr<Message>> Post::take_finished() {
+std::vector<std::shared_ptr<Message>> MessageRings::take_finished() {
     const std::lock_guard<std::mutex> guard(mutex_);
     return std::exchange(finished_, {});
 }

@@ -23,14 +23,14 @@ from tests.transports.shared import (
     needs_memory_files,
     needs_native,
     new_window,
-    posts,
+    message_rings,
     program,
     settle,
 )
 
 pytestmark = [needs_native, needs_memory_files]
 
-RING = 256  # as posts() has it
+RING = 256  # as message_rings() has it
 
 
 @pytest.mark.parametrize("ring", [64, RING])
@@ -38,7 +38,7 @@ RING = 256  # as posts() has it
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, "ring - 17", "ring - 16", "ring - 15", "ring", "3 * ring"])
 def test_a_message_of_any_size_arrives_whole(size, received_first, ring):
     nbytes = size if isinstance(size, int) else eval(size, {"ring": ring})  # noqa: S307
-    one, other = posts(2, ring)
+    one, other = message_rings(2, ring)
     for shift in range(ring // 16):  # from every place on the ring
         sent, into = bytes_by_rank(0, shift, nbytes), np.empty(nbytes, np.uint8)
         if received_first:
@@ -59,7 +59,7 @@ def test_a_message_of_any_size_arrives_whole(size, received_first, ring):
 
 
 def test_messages_of_any_shape_and_dtype_are_their_bytes():
-    one, other = posts(2)
+    one, other = message_rings(2)
     sent, into = np.arange(60, dtype=np.float64).reshape(3, 4, 5), bytearray(480)
     one.send(1, 1, sent)
     other.receive(0, 1, into)
@@ -70,9 +70,9 @@ def test_messages_of_any_shape_and_dtype_are_their_bytes():
 
 
 def test_whoever_can_go_on_is_rung_and_nobody_else():
-    window = new_window(3 * LINE + native.Post.bytes_needed(3, RING, RING))
+    window = new_window(3 * LINE + native.MessageRings.bytes_needed(3, RING, RING))
     bells = bells_in(window, 3)
-    one, other, _ = [native.Post(window, 3 * LINE, 3, me, RING, RING, bells) for me in range(3)]
+    one, other, _ = [native.MessageRings(window, 3 * LINE, 3, me, RING, RING, bells) for me in range(3)]
 
     def rung(action: Callable[[], object]) -> list[bool]:
         before = [bell.count() for bell in bells]
@@ -106,7 +106,7 @@ actions = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(actions=actions, ranks=st.integers(2, 4), ring=st.sampled_from([64, 128]), early=st.booleans())
 def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks, ring, early):
-    party = posts(ranks, ring, 64)
+    party = message_rings(ranks, ring, 64)
     sizes: dict[Any, list[int]] = defaultdict(list)  # by (sender, receiver, tag): of the first message, the second...
     sent: dict[Any, list[Array]] = defaultdict(list)
     received: dict[Any, list[Array]] = defaultdict(list)
@@ -160,7 +160,7 @@ def test_any_schedule_delivers_what_a_dictionary_of_queues_would(actions, ranks,
 
 
 def test_control_messages_overtake_data_that_nobody_receives():
-    one, other = posts(2)
+    one, other = message_rings(2)
     one.send(1, 1, np.zeros(100 * RING, np.uint8))
     one.send_control(1, b"here")
     other.progress()
@@ -173,7 +173,7 @@ WRONG_LENGTH = "local rank 0 sent 1000 bytes under tag 7 where {} were expected"
 @pytest.mark.parametrize("expected", [0, 999, 1001, 5000])
 @pytest.mark.parametrize("when", ["posted before", "posted halfway", "posted after"])
 def test_a_message_of_another_length_is_an_error_that_says_both(when, expected):
-    one, other = posts(2)
+    one, other = message_rings(2)
     into = np.full(expected, 3, np.uint8)
     if when == "posted before":
         receive = other.receive(0, 7, into)
@@ -207,7 +207,7 @@ def test_giving_buffers_back_does_not_lock_other_threads_out():
 
 @pytest.mark.parametrize("kept", ["message kept", "message dropped"])
 def test_buffers_live_until_their_messages_are_over_and_no_longer(kept):
-    one, other = posts(2)
+    one, other = message_rings(2)
     sent, into = bytes_by_rank(0, 0, 3 * RING), np.empty(3 * RING, np.uint8)
     expected, memory = sent.copy(), into[:]
     owners = [weakref.ref(sent), weakref.ref(memory)]
