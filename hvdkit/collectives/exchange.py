@@ -54,7 +54,7 @@ def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]
 
 
 def scale_in_place(buffer: Array, scale: Scale) -> None:
-    """Multiply ``buffer`` by ``scale``; leave it untouched where that changes nothing."""
+    """Multiply ``buffer`` by ``scale``, unless that is ONE."""
     if scale != ONE:
         kernels.scale_into(buffer, buffer, scale)
 

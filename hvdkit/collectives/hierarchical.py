@@ -7,6 +7,7 @@ nodes of L ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -38,11 +39,7 @@ class Layout:
         return min(len(node) for node in self.nodes)
 
     def draw(self) -> tuple[int, int]:
-        """Return the tickets of one allreduce in this node's areas.
-
-        They are drawn when an operation starts, for all its parts: operations start in the same order on all ranks,
-        but their parts do not end in one order.
-        """
+        """Return the tickets of one allreduce in this node's areas, drawn when it starts: in the same order on all."""
         if self.staging is None:
             return 0, 0
         first, second = self.staging.queues
@@ -70,9 +67,8 @@ def whole_shares(begins: Sequence[int], count: int, layout: Layout, ranks: int) 
     for carrier in range(1, layout.carriers):
         wanted = count * carrier // layout.carriers
         cuts.append(max(cuts[-1], min([*begins, count], key=lambda begin: abs(begin - wanted))))
-    cuts.append(count)
-    shares = [(cuts[carrier], cuts[carrier + 1]) for carrier in range(layout.carriers)]
-    return shares + [(count, count)] * (ranks - layout.carriers)
+    cuts += [count] * (1 + ranks - layout.carriers)
+    return list(itertools.pairwise(cuts))
 
 
 def split_scale(flat: Array, op: ReduceOp, scale: Scale, codec: Codec) -> tuple[Scale, Scale]:
@@ -146,10 +142,9 @@ def allreduce_share(
     tag: int,
     state: CodecState | None,
 ) -> Steps[None]:
-    """Reduce this rank's share of a tensor over nodes.
+    """Replace this rank's ``share`` (flat) of a tensor by ``scale * (op over all nodes)``.
 
-    ``gather`` are the steps that reduce the share within the node into ``share`` (flat), ``spread`` those that hand
-    ``share`` to the node's ranks. Between them, ``share`` is replaced by ``scale * (op over all nodes)``.
+    The steps ``gather`` reduce it within the node before, ``spread`` hand it to the node's ranks afterwards.
     """
     yield from gather
     across = counterparts(group, layout)

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from hvdkit.api import checks
 from hvdkit.api.gradients import planning
-from hvdkit.api.gradients.compression import NoneCompressor
-from hvdkit.api.gradients.compression_policy import Policy, check_policy
+from hvdkit.api.gradients.compression import NoneCompressor, Policy, check_policy
 from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
@@ -80,18 +79,15 @@ def check_settings(
     gradient_predivide_factor: Any,
     num_groups: int,
     groups: Any,
-    sparse_as_dense: bool,
     process_set: Any,
     backward_passes_per_step: Any = 1,
-    scale_local_gradients: bool = True,
-    device_dense: str = "",
-    device_sparse: str = "",
     title: str | None = None,
     is_kept: bool = True,
     members: str = "variables",
     is_member: Callable[[Any], bool] = is_variable,
+    **others: Any,
 ) -> GradientSettings:
-    """Return the settings for a user's arguments of ``function``.
+    """Return the settings for a user's arguments of ``function``; ``others`` need no check.
 
     ``title``: another name for messages; ``is_kept``: False if their owner makes only one step; ``members``,
     ``is_member``: the kind of the members of groups. Raises TypeError or ValueError for wrong arguments.
@@ -110,13 +106,10 @@ def check_settings(
         op=reduce_op,
         predivide=predivide,
         groups=planning.check_groups(function, groups, members, is_member),
-        sparse_as_dense=bool(sparse_as_dense),
         process_set=process_set,
         policy=policy,
         backward_passes_per_step=passes,
-        scale_local_gradients=bool(scale_local_gradients),
-        device_dense=device_dense,
-        device_sparse=device_sparse,
+        **others,
     )
 
 
@@ -124,10 +117,8 @@ def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
     """Return a unique name for each source, the same on all ranks: the variable's name, or its place."""
     if use_generic_names:
         return [f"grad_{index}" for index in range(len(sources))]
-    paths = [
-        getattr(source, "path", None) or (is_variable(source) and source.name.removesuffix(":0")) for source in sources
-    ]
-    return planning.names_of_paths([str(path or f"grad_{index}") for index, path in enumerate(paths)])
+    own = [getattr(each, "path", None) or (is_variable(each) and each.name.removesuffix(":0")) for each in sources]
+    return planning.names_of_paths([str(path or f"grad_{index}") for index, path in enumerate(own)])
 
 
 @functools.cache

@@ -60,10 +60,9 @@ def hooks_text(error: BaseException, ranks: list[int]) -> str:
 
 
 class GroupTransport(GlooTransport):
-    """Gloo connections between the ranks of ``process_group``, of any backend; construction is collective among them.
+    """Gloo connections between the ranks of ``process_group``, of any backend, which construct it together.
 
-    Ranks are counted in the process group, which does not know of the transport. Raises PeerLostError unless all ranks
-    come within ``timeout``.
+    Ranks are counted in the process group. Raises PeerLostError unless all ranks come within ``timeout``.
     """
 
     name = "process_group"
@@ -71,12 +70,10 @@ class GroupTransport(GlooTransport):
 
     def __init__(self, process_group: Any, timeout: timedelta) -> None:
         ranks = dist.get_process_group_ranks(process_group)
-        rank = dist.get_rank()
-        me = ranks.index(rank)
+        me = ranks.index(dist.get_rank())
         # dist.new_group would need all ranks of the job, or as many groups on each rank of the process group.
         store: Any = c10d._get_process_group_store(process_group)
-        turn = store.add(f"hvdkit/opened/{me}", 1)
-        store = PrefixStore(f"hvdkit/{turn}", store)
+        store = PrefixStore(f"hvdkit/{store.add(f'hvdkit/opened/{me}', 1)}", store)
         addresses = addresses_for(World(LAUNCHER, me, len(ranks)))
         listener = listen(addresses[0])
         try:
@@ -115,11 +112,7 @@ def timeout_of(process_group: Any) -> timedelta:
 
 
 def open_session(process_group: Any, timeout: timedelta) -> Session:
-    """Open a session in which no ranks share memory. Collective.
-
-    ``timeout``: a rank that gives no sign of life, or keeps others waiting, for longer is an error. Raises
-    PeerLostError, HorovodInternalError.
-    """
+    """Open a session in which no ranks share memory; collective. Waiting longer than ``timeout`` is an error."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     transport: Transport = SoloTransport() if size == 1 else GroupTransport(process_group, timeout)
     seconds = timeout.total_seconds()
@@ -128,10 +121,7 @@ def open_session(process_group: Any, timeout: timedelta) -> Session:
 
 
 class Worker:
-    """A daemon thread that runs jobs in order, and closes the session when ``owner`` is gone or the process ends.
-
-    A job that is in progress then fails.
-    """
+    """A daemon thread that runs jobs in order, and closes the session when ``owner`` is gone or the process ends."""
 
     def __init__(self, owner: object, session: Session) -> None:
         self.session = session
@@ -196,7 +186,7 @@ class Worker:
                 try:
                     job()
                 except BaseException:  # any error: later jobs end their Futures, and the session must be closed
-                    logger.exception("ddp_hook: what the hook does failed")
+                    logger.exception("ddp_hook: a job failed")
                 del job  # it may hold the last reference to the owner, which would else live until the next job
             self.leave(LEAVING)
         finally:

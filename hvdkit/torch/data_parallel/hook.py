@@ -29,8 +29,8 @@ FUNCTION = "ddp_hook"
 class DDPHook:
     """A hook, made by ``hvd.ddp_hook``, that averages the buckets of one DistributedDataParallel, encoded by a codec.
 
-    ``register(model)`` gives it to a model. If other code registers hooks, as Lightning's DDPStrategy does, pass it as
-    the state and ``hvd.DDPHook.reduce`` as the hook: ``model.register_comm_hook(hook, hvd.DDPHook.reduce)``.
+    ``register(model)`` gives it to a model. Where other code registers hooks, as Lightning's DDPStrategy does, the hook
+    is the state: ``model.register_comm_hook(hook, hvd.DDPHook.reduce)``.
     """
 
     def __init__(self, codec: Codec, process_group: Any, timeout: timedelta | None) -> None:
@@ -114,7 +114,10 @@ class DDPHook:
         Raises:
             HorovodInternalError: during a step, and after a step that failed when a part of it was encoded.
         """
-        rank, size = self._rank_and_size()
+        if self._worker is None:
+            rank, size = dist.get_rank(self._group()), dist.get_world_size(self._group())
+        else:
+            rank, size = (topology := self._worker.session.engine.topology).rank, topology.size
         if self._loaded:
             return share_of(self._loaded, rank, size)
         is_still = self._broken is None or self._worker is None or self._worker.has_left()
@@ -129,9 +132,9 @@ class DDPHook:
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state of ``state_dict``; call it on all ranks, between two steps or before the first step.
 
-        With as many ranks as before, each rank takes its own state and goes on with the same bits. With another number
-        of ranks, the state of rank r goes to rank r modulo the present number of ranks, where states are summed, scaled
-        to their part of the average. States that are not in the list are lost.
+        With as many ranks as before, each goes on from its own state with the same bits. With another number, the state
+        of rank r goes to rank r modulo that number, where states are summed, scaled to their part of the average.
+        States that are not in the list are lost.
 
         Args:
             state: this rank's own, or a list of the states of all ranks, in any order.
@@ -163,12 +166,6 @@ class DDPHook:
             raise ValueError(f"{FUNCTION}: call torch.distributed.init_process_group first")
         return process_group
 
-    def _rank_and_size(self) -> tuple[int, int]:
-        if self._worker is not None:
-            topology = self._worker.session.engine.topology
-            return topology.rank, topology.size
-        return dist.get_rank(self._group()), dist.get_world_size(self._group())
-
     def _open(self) -> Worker:
         process_group = self._group()
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
@@ -196,6 +193,7 @@ class DDPHook:
 
     def _take(self, bucket: HookBucket, is_first: bool, is_last: bool) -> None:
         lane = self._gradients.lane
+        assert self._worker is not None
         try:
             self._step.append(bucket)
             if self._broken is not None:
@@ -208,18 +206,15 @@ class DDPHook:
                 self._copies.fill(bucket)
             if lane is not None:
                 self._gradients.hand_over(lane, bucket)
-            if is_last:
-                self._finish(lane or self._register())
+            if is_last and lane is None:
+                lane = self._gradients.register(self._worker.session.engine, self._step)
+                self._go_on(lane)
+                for each in self._step:
+                    self._gradients.hand_over(lane, each)
+            if is_last and lane is not None:
+                self._finish(lane)
         except BaseException as error:  # any error: without a result the backward pass would wait for ever
             self._fail(error)
-
-    def _register(self) -> Lane:
-        assert self._worker is not None
-        lane = self._gradients.register(self._worker.session.engine, self._step)
-        self._go_on(lane)
-        for bucket in self._step:
-            self._gradients.hand_over(lane, bucket)
-        return lane
 
     def _go_on(self, lane: Lane) -> None:
         """Load the states, after all ranks agreed that they have states of the same step."""
@@ -255,9 +250,9 @@ class DDPHook:
 def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | None = None) -> DDPHook:
     """Return a communication hook that averages the gradients of a DistributedDataParallel, encoded by a codec.
 
-    DDP does not know the ranks of a node, so everything is encoded, whatever the codec's ``compress`` is. Gradients
-    travel over Gloo, those on CUDA through host memory. Save ``hook.state_dict()`` in each rank's checkpoint.
-    hvd.init() is not needed. With DGC, the optimizer must have no momentum.
+    Everything is encoded, whatever the codec's ``compress`` is. Gradients travel over Gloo, those on CUDA through host
+    memory. Save ``hook.state_dict()`` in each rank's checkpoint. hvd.init() is not needed. With DGC, the optimizer must
+    have no momentum.
 
     Args:
         compression: one of hvd.Compression, as it is or with parameters, or a hvdkit.compression.CustomCodec. Biases,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,8 @@ from hvdkit.torch.ops.framework import MOVABLE_DTYPES, OPERATIONS, apply, check_
 
 
 def _start(invocation: Invocation, tensors: Any) -> int:
-    return OPERATIONS.allgather(
-        invocation, check_tensors(invocation.function, tensors, MOVABLE_DTYPES, invocation.single)
-    )
+    checked = check_tensors(invocation.function, tensors, MOVABLE_DTYPES, invocation.single)
+    return OPERATIONS.allgather(invocation, checked)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -37,7 +37,7 @@ def grouped_allgather_async(
 ) -> int:
     """Start an allgather of several tensors as one. Arguments and errors are those of grouped_allgather().
 
-    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    Returns a handle, whose result is a tuple of new tensors.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_allgather_async([torch.tensor([hvd.rank()]), torch.ones(1)]))
@@ -52,10 +52,8 @@ class AllgatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, *tensors: Tensor) -> Any:
         """Return as many new tensors as there are ``tensors``."""
-        outputs = HANDLES.synchronize(OPERATIONS.allgather(invocation, tensors))
-        ctx.rows = [tensor.shape[0] for tensor in tensors]
-        ctx.invocation = invocation
-        return outputs
+        ctx.invocation, ctx.rows = invocation, [tensor.shape[0] for tensor in tensors]
+        return HANDLES.synchronize(OPERATIONS.allgather(invocation, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -64,21 +62,18 @@ class AllgatherFunction(torch.autograd.Function):
         averages = grouped_allreduce(grad_outputs, name=name, process_set=process_set)
         all_rows = allgather(torch.tensor([ctx.rows]), None if name is None else f"{name}.rows", process_set)
         starts = all_rows[: process_set.rank()].sum(dim=0).tolist()
-        parts = [
-            average.narrow(0, start, rows) for average, start, rows in zip(averages, starts, ctx.rows, strict=True)
-        ]
-        return None, *parts
+        return None, *map(torch.narrow, averages, itertools.repeat(0), starts, ctx.rows)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of all ranks of ``process_set``, in rank order, along the first dimension.
 
-    Differentiable: the gradient is this rank's rows of the average of all ranks' gradients. The other arguments and
-    errors are those of allreduce().
+    The gradient is this rank's rows of the average of all gradients. Other arguments and errors are those of
+    allreduce().
 
     Args:
         tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
-            dimension are the same on all ranks. It is not changed.
+            dimension are the same on all ranks.
 
     Returns:
         A new tensor with the sum of all ranks' rows.

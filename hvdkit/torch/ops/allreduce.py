@@ -18,16 +18,16 @@ from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, apply, chec
 
 def _start(invocation: Invocation, tensors: Any, request: ReduceRequest, in_place: bool = False) -> int:
     """Check the tensors, start the allreduce and return its handle."""
-    if invocation.single:  # not by check_tensors, since each call counts for small tensors
-        check_tensor(invocation.function, tensors, REDUCIBLE_DTYPES, "tensor")
-        checked = [tensors]
-    else:
-        checked = check_tensors(invocation.function, tensors, REDUCIBLE_DTYPES)
-    return OPERATIONS.allreduce(invocation, checked, request, in_place)
+    if not invocation.single:
+        return OPERATIONS.allreduce(
+            invocation, check_tensors(invocation.function, tensors, REDUCIBLE_DTYPES), request, in_place
+        )
+    check_tensor(invocation.function, tensors, REDUCIBLE_DTYPES, "tensor")  # each call counts for small tensors
+    return OPERATIONS.allreduce(invocation, [tensors], request, in_place)
 
 
 class AllreduceFunction(torch.autograd.Function):
-    """Allreduce whose gradient is the allreduce of the gradients, with the same operation and factors, as Horovod's."""
+    """Allreduce whose gradient is the same allreduce of the gradients, as Horovod's."""
 
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, request: ReduceRequest, *tensors: Tensor) -> Any:
@@ -64,8 +64,7 @@ def allreduce_async(
     Do not change the tensor until the handle is synchronised. Returns a handle for poll() and synchronize().
 
     Examples:
-        >>> handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
-        >>> hvd.synchronize(handle)
+        >>> hvd.synchronize(hvd.allreduce_async(torch.ones(3), op=hvd.Sum))
         tensor([2., 2., 2.])
     """
     request = reduce_request("allreduce_async", op, average, prescale_factor, postscale_factor)
@@ -89,8 +88,6 @@ def allreduce_async_(
         >>> tensor = torch.ones(3)
         >>> hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum)) is tensor
         True
-        >>> tensor
-        tensor([2., 2., 2.])
     """
     request = reduce_request("allreduce_async_", op, average, prescale_factor, postscale_factor)
     return _start(Invocation("allreduce_async_", name, process_set, single=True), tensor, request, in_place=True)
@@ -108,8 +105,7 @@ def allreduce_(
     """Reduce over all ranks in place. Arguments and errors are those of allreduce(). Returns the tensor itself.
 
     Examples:
-        >>> loss = torch.tensor(1.0 + hvd.rank())
-        >>> hvd.allreduce_(loss)
+        >>> hvd.allreduce_(torch.tensor(1.0 + hvd.rank()))
         tensor(1.5000)
     """
     request = reduce_request("allreduce_", op, average, prescale_factor, postscale_factor)
@@ -176,7 +172,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start an allreduce of several tensors as one. Arguments and errors are those of grouped_allreduce().
 
-    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    Returns a handle, whose result is a tuple of new tensors.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(1)], op=hvd.Sum))
@@ -197,13 +193,11 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start an allreduce of several tensors in place. Arguments and errors are those of grouped_allreduce().
 
-    Returns a handle for poll() and synchronize(), whose result is a tuple of the tensors.
+    Returns a handle, whose result is a tuple of the tensors.
 
     Examples:
-        >>> first, second = torch.ones(2), torch.ones(1)
-        >>> _ = hvd.synchronize(hvd.grouped_allreduce_async_([first, second], op=hvd.Sum))
-        >>> second
-        tensor([2.])
+        >>> hvd.synchronize(hvd.grouped_allreduce_async_([torch.ones(2), torch.ones(1)], op=hvd.Sum))
+        (tensor([2., 2.]), tensor([2.]))
     """
     request = reduce_request("grouped_allreduce_async_", op, average, prescale_factor, postscale_factor)
     return _start(Invocation("grouped_allreduce_async_", name, process_set), tensors, request, in_place=True)
@@ -218,9 +212,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Reduce several tensors over all ranks in place. Arguments and errors are those of grouped_allreduce().
-
-    Returns the tensors, as a tuple.
+    """Reduce several tensors in place. Arguments and errors are those of grouped_allreduce(). Returns them as a tuple.
 
     Examples:
         >>> hvd.grouped_allreduce_([torch.ones(2), torch.ones(1)], op=hvd.Sum)

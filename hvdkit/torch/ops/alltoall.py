@@ -34,8 +34,8 @@ def alltoall_async(
 ) -> int:
     """Start an alltoall. Arguments and errors are those of alltoall().
 
-    Do not change the tensor until the handle is synchronised. Returns a handle for poll() and synchronize(), whose
-    result is a pair: the new tensor and the number of rows from each rank.
+    Do not change the tensor until the handle is synchronised. Returns a handle, whose result is a pair: the new tensor
+    and the number of rows from each rank.
 
     Examples:
         >>> rows, received = hvd.synchronize(hvd.alltoall_async(torch.arange(4)))
@@ -52,9 +52,7 @@ class AlltoallFunction(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, splits: Any, invocation: Invocation) -> Any:
         """Return the rows received, and the number of rows from each rank."""
         output, received = HANDLES.synchronize(_start(invocation, tensor, splits))
-        ctx.rows = tensor.shape[0]
-        ctx.received = received.tolist()
-        ctx.invocation = invocation
+        ctx.invocation, ctx.rows, ctx.received = invocation, tensor.shape[0], received.tolist()
         ctx.mark_non_differentiable(received)
         return output, received
 
@@ -63,10 +61,8 @@ class AlltoallFunction(torch.autograd.Function):
         """Return the gradient, with zeros for rows that were not sent, and None for each of the other arguments."""
         name, process_set = ctx.invocation.of_gradient().name, ctx.invocation.process_set
         gradient, _ = alltoall(grad_output, splits=ctx.received, name=name, process_set=process_set)
-        if gradient.shape[0] < ctx.rows:
-            rest = gradient.new_zeros(ctx.rows - gradient.shape[0], *gradient.shape[1:])
-            gradient = torch.cat([gradient, rest])
-        return gradient, None, None
+        rest = gradient.new_zeros(ctx.rows - gradient.shape[0], *gradient.shape[1:])
+        return torch.cat([gradient, rest]) if len(rest) else gradient, None, None
 
 
 def alltoall(
@@ -77,14 +73,11 @@ def alltoall(
 ) -> Any:
     """Send the first ``splits[0]`` rows of ``tensor`` to the first rank of ``process_set``, the next to the second, ...
 
-    Differentiable: each row's gradient goes back to the rank that sent the row. The other arguments and errors are
-    those of allreduce().
+    Each row's gradient goes back to the rank that sent the row. The other arguments and errors are those of
+    allgather().
 
     Args:
-        tensor: has at least one dimension; its dtype (one of allreduce()'s, or bool) and all of its shape but the first
-            dimension are the same on all ranks. It is not changed.
-        splits: one integer for each rank, in sum at most the rows of ``tensor``; without it each rank gets an equal
-            share.
+        splits: one integer for each rank, in sum at most the rows of ``tensor``; equal shares without it.
 
     Returns:
         A new tensor with the rows received, in rank order, and if ``splits`` was given also a tensor with the number of

@@ -19,12 +19,12 @@ from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, check_tenso
 
 
 def _checked(
-    function: str, tensors: Any, op: Any, prescale_factor: Any, postscale_factor: Any, single: bool = False
+    function: str, tensors: Any, op: Any, prescale: Any, postscale: Any, single: bool = False
 ) -> tuple[list[Tensor], ReduceRequest]:
     """Return the tensors as a list, and the request; ``single``: ``tensors`` is one tensor."""
     checked = check_tensors(function, tensors, REDUCIBLE_DTYPES, single)
     reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
-    return checked, ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor))
+    return checked, ReduceRequest(reduce_op, *checks.check_factors(function, prescale, postscale))
 
 
 def reducescatter_async(
@@ -35,9 +35,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter; the result is a new tensor. Arguments and errors are those of reducescatter().
-
-    Returns a handle for poll() and synchronize().
+    """Start a reducescatter. Arguments and errors are those of reducescatter(). Returns a handle of a new tensor.
 
     Examples:
         >>> hvd.synchronize(hvd.reducescatter_async(torch.ones(4), op=hvd.Sum))
@@ -57,7 +55,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start a reducescatter of several tensors as one. Arguments and errors are those of grouped_reducescatter().
 
-    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    Returns a handle, whose result is a tuple of new tensors.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)], op=hvd.Sum))
@@ -75,15 +73,14 @@ class ReducescatterFunction(torch.autograd.Function):
         """Return as many new tensors as there are ``tensors``."""
         outputs = HANDLES.synchronize(OPERATIONS.reducescatter(invocation, tensors, request))
         times = checks.size_of(invocation.process_set) if request.op == ReduceOp.SUM else 1
-        ctx.factors = [factor for factor in (times, request.prescale, request.postscale) if factor != 1]
-        ctx.invocation = invocation
+        ctx.invocation, ctx.factors = invocation, (times, request.prescale, request.postscale)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """Return None for each argument before the tensors, then their gradients."""
         scaled = list(grad_outputs)
-        for factor in ctx.factors:
+        for factor in filter(lambda factor: factor != 1, ctx.factors):
             scaled = [gradient * factor for gradient in scaled]
         invocation = ctx.invocation.of_gradient()
         return None, None, *grouped_allgather(scaled, name=invocation.name, process_set=invocation.process_set)
@@ -100,12 +97,11 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor over all ranks of ``process_set`` and keep this rank's share of the rows.
 
-    Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum. The other
-    arguments and errors are those of allreduce().
+    The gradient is the gathered gradients of all shares, times the number of ranks for Sum. The other arguments and
+    errors are those of allreduce().
 
     Args:
-        tensor: has at least one dimension and the same shape and dtype (one of allreduce()'s) on all ranks; it is not
-            changed.
+        tensor: has at least one dimension and the same shape and dtype (one of allreduce()'s) on all ranks.
         op: hvd.Average or hvd.Sum.
 
     Returns:
@@ -129,9 +125,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reducescatter several tensors as one operation.
-
-    The other arguments, gradients and errors are those of reducescatter().
+    """Reducescatter several tensors as one. Other arguments, gradients and errors are those of reducescatter().
 
     Args:
         tensors: a list of tensors, all on one device, each as in reducescatter().

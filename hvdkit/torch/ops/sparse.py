@@ -23,16 +23,14 @@ def sparse_allreduce_async(
     """Start the allreduce of a sparse COO tensor.
 
     Args:
-        tensor: has the same shape, dtype and number of sparse dimensions on all ranks and any number of nonzero
-            elements; it is not changed.
+        tensor: has the same shape, dtype and number of sparse dimensions on all ranks.
         name: tells concurrent operations apart.
         op: hvd.Average or hvd.Sum.
         process_set: the ranks that take part.
 
     Returns:
         A function that waits for the result and returns a new sparse COO tensor. In a sum, an element that several
-        ranks have stands several times, and ``coalesce()`` adds them up. An average is coalesced, because the sum is
-        divided; averages of integers are cut off.
+        ranks have stands several times, and ``coalesce()`` adds them up. An average is coalesced.
 
     Raises:
         TypeError, ValueError: for wrong arguments.

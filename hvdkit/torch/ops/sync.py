@@ -21,8 +21,6 @@ def poll(handle: int) -> bool:
         >>> handle = hvd.allreduce_async(torch.ones(3))
         >>> while not hvd.poll(handle):
         ...     pass  # do something else
-        >>> hvd.synchronize(handle)
-        tensor([1., 1., 1.])
     """
     return HANDLES.poll(check_handle("poll", handle))
 
@@ -31,8 +29,7 @@ def synchronize(handle: int) -> Any:
     """Wait for the asynchronous operation that returned ``handle``.
 
     Returns:
-        The operation's result, which is a tensor, and for a group a tuple of tensors; None for a handle that is unknown
-        or was synchronised already.
+        The operation's result, a tensor or a tuple of tensors; None for an unknown or a synchronised handle.
 
     Raises:
         TypeError: unless it is an integer.
@@ -89,5 +86,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         >>> hvd.barrier()
         >>> state = torch.load("model.pt")  # which is there now, on all ranks
     """
-    engine = runtime.engine()
-    engine.named.barrier(check_process_set("barrier", process_set)).wait()
+    runtime.engine().named.barrier(check_process_set("barrier", process_set)).wait()
