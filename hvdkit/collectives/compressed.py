@@ -4,9 +4,9 @@ A lossy codec chooses one of three ways. ``two_phase``: chunk p of each rank goe
 encodes the sum and sends it to all. ``gather``: the payload of all elements goes from each rank to each. ``sums``:
 plain sums of vectors that stand for the elements.
 
-With error feedback each rank has a residual for each element: what it did not send to the owner, and on the owner,
-which sends itself nothing, what it did not send on (Tang et al., 2019, "DoubleSqueeze: parallel stochastic gradient
-descent with double-pass error-compensated compression"). The result plus all residuals is the sum of all gradients.
+With error feedback each rank keeps what it did not send to an element's owner, and the owner what it did not send on
+(Tang et al., 2019, "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
+compression"). The result plus all residuals is the sum of all gradients.
 """
 
 from __future__ import annotations
@@ -172,10 +172,7 @@ _WAYS: dict[str, _Way] = {"two_phase": _two_phase, "gather": _gather, "sums": _s
 
 
 class _Wire:
-    """Exchange of frames between the ranks of a group, in scratch memory.
-
-    Of a frame of variable length, a number of bytes that all ranks know travels first; the rest follows.
-    """
+    """Exchange of frames in scratch memory. Of a frame of variable length, bytes that all ranks know travel first."""
 
     def __init__(self, group: Group, codec: PayloadCodec, state: CodecState) -> None:
         self.group, self._codec, self._tally = group, codec, state.tally
@@ -193,15 +190,13 @@ class _Wire:
 
     def _first(self, elements: int) -> int:
         """Return the bytes of a frame that travel first."""
-        if self._codec.fixed:
-            return self._most(elements)
-        return min(self._most(elements), frames.HEADER_BYTES + self._codec.usual_bytes(elements))
+        usual = self._codec.most_bytes(elements) if self._codec.fixed else self._codec.usual_bytes(elements)
+        return min(self._most(elements), frames.HEADER_BYTES + usual)
 
     def give_back(self) -> None:
         """Give back the memory of all frames."""
-        for scratch in self._scratch:
-            SCRATCH.give_back(scratch)
-        self._scratch.clear()
+        while self._scratch:
+            SCRATCH.give_back(self._scratch.pop())
 
     def encode(self, values: Array, state: CodecState) -> Bytes:
         """Return the frame of some values plus their residual, in memory for the largest frame."""

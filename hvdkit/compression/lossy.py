@@ -17,6 +17,7 @@ from hvdkit.compression.state import RESIDUAL, CodecState
 from hvdkit.kernels import Scale
 
 BETWEEN_NODES, EVERYWHERE = "between_nodes", "everywhere"
+LARGEST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +247,6 @@ def check_integer(codec: str, argument: str, value: Any, least: int, most: int) 
         raise TypeError(f"Compression.{codec}: {argument} must be an integer, got {value!r}")
     if not least <= value <= most:
         raise ValueError(f"Compression.{codec}: {argument} must be from {least} to {most}, got {value}")
-
-
-def check_seed(codec: str, seed: Any) -> None:
-    """Raise TypeError or ValueError unless a seed is an integer of 32 bits."""
-    check_integer(codec, "seed", seed, 0, 2**32 - 1)
 
 
 def check_number(codec: str, argument: str, value: Any) -> float:

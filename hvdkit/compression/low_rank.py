@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array
-from hvdkit.compression.lossy import LinearCodec, check_integer, check_seed
+from hvdkit.compression.lossy import LARGEST_SEED, LinearCodec, check_integer
 from hvdkit.compression.state import CodecState, Key
 from hvdkit.kernels import Scale
 
@@ -48,7 +48,7 @@ class PowerSGD(LinearCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(self.name, "rank", self.rank, 1, 1024)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
 
     def vectors(self, rows: int, cols: int) -> int:
         """Return the number of vectors that stand for a matrix; 0 where they would not be smaller."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.lossy import PayloadCodec, check_flag, check_integer, check_seed
+from hvdkit.compression.lossy import LARGEST_SEED, PayloadCodec, check_flag, check_integer
 from hvdkit.compression.state import CodecState
 
 
@@ -54,7 +54,7 @@ class _Quantised(_Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flag(self.name, "stochastic", self.stochastic)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
 
     def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         scales, codes = self._split(payload, values.size)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.lossy import PayloadCodec, check_ratio, check_seed
+from hvdkit.compression.lossy import LARGEST_SEED, PayloadCodec, check_integer, check_ratio
 from hvdkit.compression.state import CodecState
 
 
@@ -36,7 +36,7 @@ class RandomK(PayloadCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.name, self.ratio)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
 
     def _count(self, elements: int) -> int:
         return min(elements, max(1, round(elements * self.ratio)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.lossy import PayloadCodec, check_integer, check_number, check_ratio, check_seed, put
+from hvdkit.compression.lossy import LARGEST_SEED, PayloadCodec, check_integer, check_number, check_ratio, put
 from hvdkit.compression.state import CodecState
 from hvdkit.kernels import Scale
 
@@ -172,7 +172,7 @@ class TopK(_Sparse):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.name, self.ratio)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
         check_integer(self.name, "warmup_epochs", self.warmup_epochs, 0, 10**6)
         check_integer(self.name, "steps_per_epoch", self.steps_per_epoch, 1, 10**9)
 

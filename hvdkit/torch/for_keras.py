@@ -200,8 +200,7 @@ class TorchGradients(backends.OptimizerGradients):
 @torch.no_grad()
 def _broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     # Named by position: if one rank loaded the model, the paths of its variables differ.
-    named = [(f"variables[{index}]", variable.value.data) for index, variable in enumerate(variables)]
-    broadcast_tensors(named, root_rank)
+    broadcast_tensors([(f"variables[{index}]", each.value.data) for index, each in enumerate(variables)], root_rank)
 
 
 # PyTorch does not translate functions, and runs operations in the order in which they are written.

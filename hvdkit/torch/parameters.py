@@ -63,7 +63,10 @@ def broadcast_tensors(named: Iterable[tuple[str | None, Tensor]], root_rank: int
                 f"broadcast_parameters: params[{name!r}] must be a dense tensor with data, got {tensor.layout}, "
                 f"{tensor.dtype} on {tensor.device}\nHINT: use broadcast_object()."
             )
-        elements = _own_elements(tensor.detach())
+        elements = tensor.detach()
+        for dimension, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and length > 1:  # ``expand`` repeated elements, each of which is sent once
+                elements = elements.narrow(dimension, 0, 1)
         # A dtype that the engine does not know (float8, ...) travels as a flat copy of its bytes.
         is_known = elements.dtype in MOVABLE_DTYPES
         sent = elements if is_known else resolved(elements).reshape(-1).clone().view(torch.uint8)
@@ -79,11 +82,3 @@ def broadcast_tensors(named: Iterable[tuple[str | None, Tensor]], root_rank: int
             elements.copy_(sent.view(elements.dtype).reshape(elements.shape))
     if failure is not None:
         raise failure
-
-
-def _own_elements(tensor: Tensor) -> Tensor:
-    """Return a view without the repetitions that ``expand`` made: it has each element in memory once."""
-    for dimension, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and length > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor

@@ -32,6 +32,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: True to keep statistics for evaluation.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
+        bias: False for a weight without a bias, where this PyTorch has this argument.
 
     Raises:
         ValueError: by a call, for inputs of fewer than two dimensions, of other channels, or with one value a channel.
@@ -43,27 +44,12 @@ class SyncBatchNorm(_BatchNorm):
         [[-1.0], [-1.0], [-1.0]]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-
-    def _check_input_dim(self, input: Tensor) -> None:
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` of shape (N, C, ...); the result has its shape and type."""
         if input.dim() < 2:
             raise ValueError(f"SyncBatchNorm: expected at least 2D input (got {input.dim()}D input)")
         if input.shape[1] != self.num_features:
             raise ValueError(f"SyncBatchNorm: expected {self.num_features} channels, got input of {input.shape[1]}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input`` of shape (N, C, ...); the result has its shape and type."""
-        self._check_input_dim(input)
         momentum = self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -115,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         arguments = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         converted = cls(*arguments, device="meta")  # every tensor is replaced below
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module._parameters.items():  # None where there is no bias
             converted.register_parameter(name, parameter)
         for name, buffer in module.named_buffers(recurse=False):
             converted.register_buffer(name, buffer)

@@ -56,11 +56,17 @@ class NoneCompressor(Compressor):
 
 
 class Compressions(Codecs):
-    """Optional gradient compression.
+    """Codecs for ``compression=``, which encode gradients for their way between ranks.
 
-    ``none``, ``fp16`` and ``bf16`` have no parameters. The others are passed as they are or called with parameters, as
-    in ``Compression.topk(ratio=0.01)``; all of these take ``feedback`` (True: the part that a step does not send is
-    kept and sent later) and ``compress`` ("between_nodes", or "everywhere").
+    ``none``, ``fp16`` and ``bf16`` are taken as they are. ``int8``, ``int4``, ``onebit``, ``topk``, ``threshold``,
+    ``randomk``, ``dgc`` and ``powersgd`` are taken as they are or called with parameters; all of these take
+    ``feedback`` (True: what a step does not send is kept and sent later) and ``compress`` ("between_nodes": the ranks
+    of a node sum densely; or "everywhere"). They do Average and Sum of floating dtypes, of any shape. Raises ValueError
+    or TypeError for parameters that make no sense.
+
+    Examples:
+        >>> hvd.Compression.topk(ratio=0.01).summary
+        "topk(feedback=True, compress='between_nodes', ratio=0.01, seed=0, warmup_epochs=0, steps_per_epoch=1)"
     """
 
     none = NoneCompressor
@@ -184,11 +190,6 @@ class Policy:
     def whole_tensors(self) -> bool:
         """True if a Horovod-style class compresses tensor by tensor, around operations by name."""
         return not self.by_pattern and codec_of(self.compression) is None
-
-    @property
-    def by_tensor(self) -> bool:
-        """True if the compression itself can compress a tensor around an operation."""
-        return not self.by_pattern and not (codec_of(self.compression) or CASTS["none"]).encodes
 
     def codec(self, name: str, parameter: Any) -> Codec:
         """Return the codec of a gradient. Raises TypeError if the user's choice is no codec."""

@@ -1,14 +1,10 @@
-"""Factors, names and groups of gradients, on which ranks agree before they reduce gradients together."""
+"""Names and groups of gradients, on which ranks agree before they reduce gradients together."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-
-from hvdkit.api.checks import check_factor
-from hvdkit.kernels.reduce_op import ReduceOp
 
 NO_GROUPS = (
     "groups should be a non-negative integer or a list of list of {kind}.\n"
@@ -46,28 +42,6 @@ def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any
                 )
             seen.add(id(member))
     return formed
-
-
-def check_predivide(function: str, factor: Any, op: ReduceOp) -> float:
-    """Return ``gradient_predivide_factor``. Raises TypeError unless it is a number, ValueError if it is not usable."""
-    predivide = check_factor(function, "gradient_predivide_factor", factor)
-    if predivide != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError(
-            "gradient_predivide_factor not supported with op != Average\n"
-            f"{function}: got gradient_predivide_factor={predivide} and op=hvd.{op.name.capitalize()}"
-        )
-    if not predivide > 0.0:
-        raise ValueError(f"{function}: gradient_predivide_factor must be > 0, got {predivide}")
-    return predivide
-
-
-def groups_or_number(groups: Any, num_groups: int) -> Any:
-    """Return ``groups``, or its deprecated form ``num_groups``."""
-    if num_groups == 0:
-        return groups
-    text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
-    warnings.warn(text, DeprecationWarning, stacklevel=4)  # the caller of the function that has this argument
-    return num_groups if groups is None else groups
 
 
 def names_of_paths(paths: Sequence[str]) -> list[str]:

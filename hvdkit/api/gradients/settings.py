@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from hvdkit.api import checks
 from hvdkit.api.gradients import planning
-from hvdkit.api.gradients.compression import NoneCompressor, Policy, check_policy
+from hvdkit.api.gradients.compression import NoneCompressor, Policy, check_policy, codec_of
 from hvdkit.api.gradients.pairing import Pairing
+from hvdkit.compression import CASTS
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -44,7 +45,9 @@ class GradientSettings:
     @property
     def compressor(self) -> Any:
         """Return the class that compresses tensor by tensor, for gradients that are not in a plan."""
-        return self.policy.compression if self.policy.by_tensor else NoneCompressor
+        policy = self.policy
+        is_other = policy.by_pattern or (codec_of(policy.compression) or CASTS["none"]).encodes
+        return NoneCompressor if is_other else policy.compression
 
     def label(self, engine: Any) -> str:
         """Return the optimizer's name, which is the same on all ranks; see Pairing."""
@@ -95,9 +98,19 @@ def check_settings(
     passes = checks.check_passes(function, backward_passes_per_step)
     reduce_op = checks.check_op(function, op)
     policy = check_policy(function, compression, reduce_op)
-    predivide = planning.check_predivide(function, gradient_predivide_factor, reduce_op)
+    predivide = checks.check_factor(function, "gradient_predivide_factor", gradient_predivide_factor)
+    if predivide != 1.0 and reduce_op is not ReduceOp.AVERAGE:
+        raise ValueError(
+            "gradient_predivide_factor not supported with op != Average\n"
+            f"{function}: got gradient_predivide_factor={predivide} and op=hvd.{reduce_op.name.capitalize()}"
+        )
+    if not predivide > 0.0:
+        raise ValueError(f"{function}: gradient_predivide_factor must be > 0, got {predivide}")
     checks.check_registered(function, process_set)
-    groups = planning.groups_or_number(groups, num_groups)
+    if num_groups != 0:
+        text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+        warnings.warn(text, DeprecationWarning, stacklevel=3)  # the caller of the function that has this argument
+        groups = num_groups if groups is None else groups
     if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return GradientSettings(

@@ -13,9 +13,12 @@ from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import Comparison, Statement, exchange_by_name, is_due
 from hvdkit.errors import ParametersDifferError
 
-MOST_NAMES = 8  # parameters that a message lists by name
+# Parameters that a message lists by name.
+MOST_NAMES = 8
+
 # Ranks that do not compute alike may differ by this part of a parameter's norm, or by its type's precision.
 ROUNDING = 1e-3
+
 DIFFER = "The parameters of '{title}' are not the same on all ranks after step {step}: {names}. {groups}."
 NEVER_BROADCAST = (
     "HINT: they most likely never were; have all ranks start from the same values: {broadcast}. This is a warning "
@@ -46,6 +49,7 @@ def compare(
 
     Ranks on machines that round alike must hold the same. Other ranks may differ by rounding, relative to each
     parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.
+    ``statement`` is this rank's, ``broadcast`` tells a user how to bring the ranks to the same values.
     """
     hashes = comparison.hashes
     by_hashes = _ranks_by({rank: each.tobytes() for rank, each in hashes.items()})
@@ -81,10 +85,13 @@ def _beyond_rounding(statement: Statement, distances: dict[int, Array], machines
     part, rank, index = max((float(each.max()), rank, int(each.argmax())) for rank, each in parts.items())
     if part <= 1:
         return None
-    name, limit = statement.names[index], limits[index]
-    ranks, first = _listed([rank]), _listed([min(parts)])
     return BEYOND_ROUNDING.format(
-        machines=machines, ranks=ranks, first=first, distance=part * limit, name=name, limit=limit
+        machines=machines,
+        ranks=_listed([rank]),
+        first=_listed([min(parts)]),
+        distance=part * limits[index],
+        name=statement.names[index],
+        limit=limits[index],
     )
 
 
@@ -113,7 +120,8 @@ def _grouped(groups: list[list[int]]) -> str:
 class Verification:
     """The verification of the parameters of one optimizer, or of one tape's sources, on this rank.
 
-    The lane counts the steps, alike on all ranks. ``broadcast`` is how a user brings ranks to the same values.
+    The lane counts the steps, which all ranks count alike, also where a rank has joined or given a step up.
+    ``broadcast`` is how a user brings ranks to the same values.
     """
 
     def __init__(self, broadcast: str) -> None:
@@ -182,11 +190,10 @@ class Verification:
         self._has_compared = self._has_compared or comparison.is_compared
         self.wants_sketches = self.wants_sketches or bool(comparison.hashes)
         text, is_error = compare(title, step, self._stated, comparison, self._broadcast)
-        if text is None:
-            return
-        if is_error:
+        if text is not None and is_error:
             raise ParametersDifferError(text)
-        tells = comparison.is_first or (not self._warned and self._engine.topology.rank == min(comparison.present))
+        if text is None or (self._warned and not comparison.is_first):
+            return
         self._warned = True
-        if tells:
+        if comparison.is_first or self._engine.topology.rank == min(comparison.present):
             warnings.warn(text, stacklevel=2)

@@ -155,12 +155,14 @@ class ModelGradients:
         listed = [parameter for bucket in reversed(step) for parameter in bucket.parameters]
         names = self._names or {parameter: f"parameter {index}" for index, parameter in enumerate(listed)}
         named = [(name, parameter) for parameter, name in names.items() if parameter in dtypes]
-        policy = Policy(self._codec) if self._codec.encodes else None  # a cast is for all gradients
-        codecs, numbers = policy.choose(named) if policy else ([self._codec], [0] * len(named))
-        slots = [
-            Slot(name, _shape(parameter), dtypes[parameter], number)
-            for (name, parameter), number in zip(named, numbers, strict=True)
-        ]
+        codecs, numbers = [self._codec], [0] * len(named)  # a cast is for all gradients
+        if self._codec.encodes:
+            codecs, numbers = Policy(self._codec).choose(named)
+        slots = []
+        for (name, parameter), number in zip(named, numbers, strict=True):
+            real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+            shape = tuple(real.shape[axis] for axis in memory_order(real) or range(real.dim()))  # as it lies in memory
+            slots.append(Slot(name, shape, dtypes[parameter], number))
         self.lane = engine.register_plan("ddp_hook", slots, op=ReduceOp.AVERAGE, codecs=codecs)
         assert self.lane is not None, "a rank has joined in a session of the hook's own"
         self._slots = {parameter: slot for slot, (_, parameter) in enumerate(named)}
@@ -223,12 +225,6 @@ class ModelGradients:
         self._earlier = states[0]["turn"] - lane.steps
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a gradient in a bucket, whose axes are in the order of the parameter's memory."""
-    real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
-    return tuple(real.shape[axis] for axis in memory_order(real) or range(real.dim()))
-
-
 def checked(saved: Any) -> list[Mapping[str, Any]]:
     """Return a user's states as a list. Raises TypeError unless they are a hook's, ValueError if they do not fit."""
     states = [saved] if isinstance(saved, Mapping) else saved
@@ -252,9 +248,3 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
                 "HINT: load that of each rank once."
             )
     return list(states)
-
-
-def share_of(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Return the state from which rank ``rank`` of ``size`` goes on, given the states of one or several ranks."""
-    kept = [entry for state in states for entry in state["kept"] if entry["rank"] % size == rank]
-    return {**states[0], "rank": rank, "size": size, "kept": kept}

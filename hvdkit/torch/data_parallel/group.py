@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from time import monotonic
@@ -101,18 +102,19 @@ def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], time
     return Admission(store, session, [address for _, address in introductions])
 
 
-def timeout_of(process_group: Any) -> timedelta:
-    """Return the time limit of a process group's operations."""
+def _timeout_of(process_group: Any) -> timedelta:
     for device in ("cpu", "cuda"):
-        try:
+        with suppress(RuntimeError, AttributeError):
             return process_group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
-        except (RuntimeError, AttributeError):
-            continue
     return c10d.default_pg_timeout
 
 
-def open_session(process_group: Any, timeout: timedelta) -> Session:
-    """Open a session in which no ranks share memory; collective. Waiting longer than ``timeout`` is an error."""
+def open_session(process_group: Any, timeout: timedelta | None) -> Session:
+    """Open a session in which no ranks share memory; collective. Waiting longer than ``timeout`` is an error.
+
+    By default it is that of the process group's operations.
+    """
+    timeout = timeout or _timeout_of(process_group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     transport: Transport = SoloTransport() if size == 1 else GroupTransport(process_group, timeout)
     seconds = timeout.total_seconds()
@@ -154,14 +156,14 @@ class Worker:
 
     def leave(self, reason: str, failed: bool = False) -> None:
         """Close the session and tell the other ranks why; a job calls it. With ``failed`` it waits for nothing else."""
-        if not self._is_closed:
-            self._is_closed = True
-            try:
-                lost = self.session.close(reason, failed=failed)
-            finally:
-                self._left.set()
-            if lost is not None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if (lost := self.session.close(reason, failed=failed)) is not None:
                 logger.info("ddp_hook: %s", lost)
+        finally:
+            self._left.set()
 
     def has_left(self) -> bool:
         """True if the session, which is about to close, is closed in time."""

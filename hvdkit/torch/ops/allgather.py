@@ -21,9 +21,7 @@ def _start(invocation: Invocation, tensors: Any) -> int:
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start an allgather; the result is a new tensor. Arguments and errors are those of allgather().
-
-    Do not change the tensor until the handle is synchronised. Returns a handle for poll() and synchronize().
+    """Start an allgather to a new tensor. Arguments and errors are those of allgather(). Returns a handle.
 
     Examples:
         >>> hvd.synchronize(hvd.allgather_async(torch.tensor([hvd.rank()])))
@@ -35,9 +33,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an allgather of several tensors as one. Arguments and errors are those of grouped_allgather().
-
-    Returns a handle, whose result is a tuple of new tensors.
+    """Start a grouped_allgather(). Arguments and errors are those of grouped_allgather(). Returns a handle of a tuple.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_allgather_async([torch.tensor([hvd.rank()]), torch.ones(1)]))

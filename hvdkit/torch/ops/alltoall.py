@@ -32,10 +32,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an alltoall. Arguments and errors are those of alltoall().
-
-    Do not change the tensor until the handle is synchronised. Returns a handle, whose result is a pair: the new tensor
-    and the number of rows from each rank.
+    """Start an alltoall. Arguments and errors are those of alltoall(). Returns a handle of alltoall()'s two results.
 
     Examples:
         >>> rows, received = hvd.synchronize(hvd.alltoall_async(torch.arange(4)))

@@ -34,9 +34,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast in place. Arguments and errors are those of broadcast().
-
-    Do not use the tensor until the handle is synchronised. Returns a handle, whose result is the tensor itself.
+    """Start a broadcast in place. Arguments and errors are those of broadcast(). Returns a handle of the tensor.
 
     Examples:
         >>> hvd.synchronize(hvd.broadcast_async_(torch.full((2,), hvd.rank()), root_rank=1))

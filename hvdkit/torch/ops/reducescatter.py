@@ -53,9 +53,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter of several tensors as one. Arguments and errors are those of grouped_reducescatter().
-
-    Returns a handle, whose result is a tuple of new tensors.
+    """Start a grouped_reducescatter(). Arguments and errors are those of grouped_reducescatter(). Returns a handle.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)], op=hvd.Sum))

@@ -56,19 +56,17 @@ def sparse_allreduce_async(
     def wait() -> Tensor:
         all_indices, all_values = synchronize(handle)
         gathered = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
-        return _average(gathered, checks.size_of(process_set)) if reduce_op == ReduceOp.AVERAGE else gathered
+        if reduce_op == ReduceOp.SUM:
+            return gathered
+        size = checks.size_of(process_set)
+        with kernels.DefaultFloats():  # every rank computes it for itself
+            total = gathered.coalesce()
+        values = total._values()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        if values.is_floating_point():
+            rescale_(values.view(-1), Scale(divisor=size))
+        else:
+            torch.div(values, size, rounding_mode="trunc", out=values)
+        return total
 
     return wait
-
-
-def _average(gathered: Tensor, size: int) -> Tensor:
-    """Return the sum of all ranks' elements, divided by the number of ranks; every rank computes it for itself."""
-    with kernels.DefaultFloats():
-        total = gathered.coalesce()
-    values = total._values()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    if values.is_floating_point():
-        rescale_(values.view(-1), Scale(divisor=size))
-    else:
-        torch.div(values, size, rounding_mode="trunc", out=values)
-    return total
