@@ -27,8 +27,6 @@ class LossyCodec(Codec):
     With ``feedback``, the rest stays in the state's residual and is added to the next gradient
     (Seide et al., 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training
     of speech DNNs"; Karimireddy et al., 2019, "Error feedback fixes SignSGD and other gradient compression schemes").
-    ``compress`` says where: "between_nodes" (within a node gradients are summed where they lie, which costs less than
-    any codec), or "everywhere".
     """
 
     feedback: bool = True
@@ -61,10 +59,7 @@ class LossyCodec(Codec):
 
     @abstractmethod
     def way(self, elements: int, ranks: int) -> tuple[str, str]:
-        """Return the way in which so many elements are summed over so many ranks, and the reason, alike on all ranks.
-
-        "two_phase" and "gather" are ways of payloads, "sums" is that of vectors; see ``collectives.compressed``.
-        """
+        """Return the way of ``collectives.compressed`` for so many elements and ranks, and why, alike on all ranks."""
 
     @abstractmethod
     def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
@@ -82,8 +77,7 @@ class LinearCodec(LossyCodec):
     def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
         """Replace ``values`` (flat float32) by ``scale`` times the approximation of their sum over all ranks.
 
-        Yields at most two flat float32 vectors, of lengths that all ranks know, which the caller replaces by their sums
-        over all ranks before it continues. ``state`` has the places of the tensors.
+        Yields at most two flat float32 vectors, of lengths that all ranks know, which the caller sums in place.
         """
 
     def way(self, elements: int, ranks: int) -> tuple[str, str]:
@@ -109,10 +103,7 @@ class PayloadCodec(LossyCodec):
         return self.most_bytes(elements)
 
     def usual_bytes(self, elements: int) -> int:
-        """Return the bytes of a payload of variable length that travel first, the same on all ranks in all steps.
-
-        The receiver does not know the length yet: a shorter payload is filled up, a longer one takes a second trip.
-        """
+        """Return the bytes of a payload of variable length that travel first; a longer one takes a second trip."""
         return 0
 
     @abstractmethod
@@ -132,20 +123,16 @@ class PayloadCodec(LossyCodec):
         """Compute ``out = scale * decoded``, or add it. Raises ValueError for a payload that no encoder wrote."""
 
     def decode_sum_into(self, payloads: Sequence[Bytes], out: Array, scale: Scale) -> bool:
-        """Compute ``out = scale * (sum of payloads, in order)`` in one pass, with the bits of decoding one by one.
-
-        Return False where that is not possible, also if no encoder wrote a payload; ``out`` may hold anything then.
-        """
+        """True if ``out`` is ``scale * (sum of payloads, in order)`` now, with the bits of decoding one by one."""
         return False
 
 
 class CustomCodec(PayloadCodec):
     """The base class of codecs that users write: ``encode`` and ``decode``, and that is all.
 
-    Ranks compare codecs by the ``name`` of the class and, if it is a dataclass, its fields, which must be the same on
-    all ranks; a codec with parameters elsewhere is refused. Error feedback is added, unless an object is made with
-    ``feedback=False``. ``feedback`` and ``compress`` are those of Compression, as are errors. ``largest_ratio`` of the
-    class is the largest ratio of a payload's bytes to the gradient's.
+    Ranks compare codecs by the ``name`` of the class and, if it is a dataclass, its fields; a codec with parameters
+    elsewhere is refused. ``feedback``, ``compress`` and errors are those of Compression. ``largest_ratio`` of the class
+    is the largest ratio of a payload's bytes to the gradient's.
 
     Examples:
         >>> class Halves(hvd.CustomCodec):

@@ -24,10 +24,10 @@ RIGHT = "right"
 class PowerSGD(LinearCodec):
     """The product of ``rank`` vectors as long as a column and as many as long as a row, by one step of power iteration.
 
-    A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel together, in two plain
-    sums: first the products of each matrix and the vectors of the step before (warm start), then its products with
-    these sums, made orthonormal. Tensors that this does not make smaller travel as they are, in the first sum.
-    ``feedback``, ``compress`` and errors are those of Compression.
+    A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel in two plain sums: first
+    the products of each matrix and the vectors of the step before (warm start), then its products with these sums, made
+    orthonormal. Tensors that this does not make smaller travel as they are. ``feedback``, ``compress`` and errors are
+    those of Compression.
 
     Args:
         rank: the number of vectors that stand for a matrix, from 1 to 1024.
@@ -84,8 +84,7 @@ class PowerSGD(LinearCodec):
     def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
         """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, in ``rank`` vectors.
 
-        The residual is this rank's matrix beyond the vectors that all ranks agreed on. Where any rank's gradient is not
-        finite, the tensor becomes NaN on all ranks, and all keep their state, but for rounding.
+        Where any rank's gradient is not finite, the tensor becomes NaN on all ranks, which keep their state.
         """
         first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(state.matrices()))
         matrices = self._matrices(values, state, first, second)

@@ -24,14 +24,12 @@ _PAIRS, _ALL = 0x50414952, 0x414C4C20
 FEWEST, MOST = 0.8, 1.25
 USUAL = 1.1
 RETRIES = 2
-# Values of a sample above the threshold: 400 make the number of selected values right to 5% (1 / sqrt(400)).
-SAMPLED_ABOVE = 400
+SAMPLED_ABOVE = 400  # values of a sample above the threshold, for the number of selected values to be right to 5%
 SMALLEST_SAMPLE = 1 << 14
 # The power with which a carried threshold follows the number of selected values: small, since the residual was cut off
 # at the threshold, so that fewer values follow too many.
 FOLLOW = 0.03
-# Steps with samples after a carried threshold has failed: a sample costs a tenth of a pass.
-SAMPLED_STEPS = 8
+SAMPLED_STEPS = 8  # after a carried threshold has failed: a sample costs a tenth of a pass
 THRESHOLD, DISTRUST = "threshold", "distrust"
 # The ratio of the first epoch of a warm-up: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
 FIRST_RATIO = 0.25
@@ -68,7 +66,7 @@ def room_for_pairs(payload: Bytes, capacity: int) -> tuple[Array, Array]:
 def pairs_in(payload: Bytes, received: int | None = None) -> tuple[Array, Array] | None:
     """Return the indices and values of a payload; None if it has all values.
 
-    Raises ValueError for a payload, ``received`` and of so many elements, that no encoder wrote.
+    Raises ValueError for one, ``received`` and of so many elements, that no encoder wrote.
     """
     if payload.nbytes < _HEAD:
         raise ValueError(f"expected at least {_HEAD} bytes, got {payload.nbytes}")

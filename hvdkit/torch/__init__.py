@@ -11,7 +11,6 @@ from hvdkit.torch.basics import cuda_built, gloo_built, init, nccl_built, rocm_b
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.data_parallel.hook import DDPHook, ddp_hook
 from hvdkit.torch.gradients.compression_state import merge_state_dicts
-from hvdkit.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdkit.torch.ops.allreduce import (
     allreduce,
     allreduce_,
@@ -22,8 +21,15 @@ from hvdkit.torch.ops.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from hvdkit.torch.ops.alltoall import alltoall, alltoall_async
 from hvdkit.torch.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from hvdkit.torch.ops.gather import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from hvdkit.torch.ops.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdkit.api.job import Sum, size
 from hvdkit.engine.ops.hints import STATISTICS
-from hvdkit.torch.ops.allgather import allgather
 from hvdkit.torch.ops.allreduce import allreduce
 from hvdkit.torch.ops.framework import apply
+from hvdkit.torch.ops.gather import allgather
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -88,10 +88,7 @@ def codec_of(compression: Any) -> Codec | None:
 
 
 def check_compression(function: str, compression: Any) -> Any:
-    """Return ``compression``.
-
-    Raises TypeError unless it is a codec, whose parameters ranks can compare, or has ``compress`` and ``decompress``.
-    """
+    """Return ``compression``. Raises TypeError unless it is a comparable codec, or can compress and decompress."""
     codec = lossy_codec(compression)
     if codec is not None:
         check_told_apart(function, codec)
@@ -129,8 +126,8 @@ def split(
 ) -> tuple[Codec, type[Compressor]]:
     """Return the codec for the wire, and the class for before and after the operation; one of them does nothing.
 
-    ``floating`` maps the tensors' dtypes to True if they are floating or complex. Raises TypeError for a wrong
-    compression, ValueError for a codec that cannot do the operation or a dtype, or needs an optimizer.
+    ``floating`` maps the tensors' dtypes to True if they are floating or complex. Raises TypeError or ValueError for a
+    wrong compression, or a codec that cannot do it.
     """
     if compression is NoneCompressor:
         return CASTS["none"], compression
@@ -251,10 +248,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:
-    """Return the policy for the user's argument.
-
-    Raises TypeError for a wrong compression, ValueError for a codec that cannot do the operation.
-    """
+    """Return the policy for the user's argument. Raises TypeError or ValueError for one that cannot do ``op``."""
     policy = Policy(compression)
     if not policy.by_pattern:
         _check_op(function, codec_of(check_compression(function, compression)) or CASTS["none"], op)

@@ -14,8 +14,8 @@ from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression, reduced
-from hvdkit.torch.ops.allgather import grouped_allgather
 from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, check_tensors
+from hvdkit.torch.ops.gather import grouped_allgather
 
 
 def _checked(

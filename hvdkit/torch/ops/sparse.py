@@ -11,8 +11,8 @@ from hvdkit import kernels
 from hvdkit.api import checks
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels import ReduceOp, Scale
-from hvdkit.torch.ops.allgather import grouped_allgather_async
 from hvdkit.torch.ops.framework import OPERATIONS
+from hvdkit.torch.ops.gather import grouped_allgather_async
 from hvdkit.torch.ops.sync import synchronize
 from hvdkit.transports.gpu.device_scale import rescale_
 
