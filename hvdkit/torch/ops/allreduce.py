@@ -50,14 +50,9 @@ def _differentiable(
 
 
 def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Start an allreduce to a new tensor. Arguments and errors are those of allreduce(). Returns a handle.
 
     Examples:
@@ -69,14 +64,9 @@ def allreduce_async(
 
 
 def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Start an allreduce in place. Arguments and errors are those of allreduce(). Returns a handle of the tensor.
 
     Examples:
@@ -89,14 +79,9 @@ def allreduce_async_(
 
 
 def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Tensor:  # fmt: skip
     """Reduce over all ranks in place. Arguments and errors are those of allreduce(). Returns the tensor itself.
 
     Examples:
@@ -110,15 +95,10 @@ def allreduce_(
 
 
 def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Reduce a tensor over all ranks of ``process_set``; the average unless ``op`` says otherwise.
 
     The gradient is reduced in the same way, which is the derivative for Average and Sum.
@@ -156,14 +136,9 @@ def allreduce(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Start a grouped_allreduce(). Arguments and errors are those of grouped_allreduce(). Returns a handle of a tuple.
 
     Examples:
@@ -175,14 +150,9 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Start a grouped_allreduce_(). Arguments and errors are those of grouped_allreduce_(). Returns a handle.
 
     Examples:
@@ -194,14 +164,9 @@ def grouped_allreduce_async_(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> tuple[Tensor, ...]:
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Reduce several tensors in place. Arguments and errors are those of grouped_allreduce(). Returns them as a tuple.
 
     Examples:
@@ -215,15 +180,10 @@ def grouped_allreduce_(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:  # fmt: skip
     """Reduce several tensors as one operation: none starts before all are ready on all ranks.
 
     The other arguments, gradients and errors are those of allreduce().

@@ -28,13 +28,9 @@ def _checked(
 
 
 def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = ReduceOp.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+    tensor: Tensor, name: str | None = None, op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
     """Start a reducescatter. Arguments and errors are those of reducescatter(). Returns a handle of a new tensor.
 
     Examples:
@@ -46,13 +42,9 @@ def reducescatter_async(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int = ReduceOp.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+    tensors: Sequence[Tensor], name: str | None = None, op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
     """Start a grouped_reducescatter(). Arguments and errors are those of grouped_reducescatter(). Returns a handle.
 
     Examples:
@@ -85,14 +77,9 @@ class ReducescatterFunction(torch.autograd.Function):
 
 
 def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = ReduceOp.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
+    tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Reduce a tensor over all ranks of ``process_set`` and keep this rank's share of the rows.
 
     The gradient is the gathered gradients of all shares, times the number of ranks for Sum. The other arguments and
@@ -115,14 +102,10 @@ def reducescatter(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = ReduceOp.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
+    tensors: Sequence[Tensor], name: str | None = None, compression: Any = Compression.none,
+    op: int = ReduceOp.AVERAGE, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Reducescatter several tensors as one. Other arguments, gradients and errors are those of reducescatter().
 
     Args:
