@@ -72,15 +72,9 @@ def alltoall(
 
 
 def exchange_and_reduce(
-    group: Group,
-    encoded: Sequence[Array],
-    own: Array,
-    op: ReduceOp,
-    scale: Scale,
-    codec: Cast,
-    tag: int,
+    group: Group, encoded: Sequence[Array], own: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int,
     rounds: Rounds = None,
-) -> Steps[Array]:
+) -> Steps[Array]:  # fmt: skip
     """Send payload p to rank p; return that of the reduction of all ranks' chunks for this rank, whose own is lost."""
     scratch, payloads = room_for_payloads(group, encoded[group.rank])
     yield from alltoall(group, encoded, payloads, tag, rounds)

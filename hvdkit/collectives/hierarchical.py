@@ -123,17 +123,10 @@ def why_allreduce(group: Group, nbytes: int, pieces: int = 1, codec: Codec | Non
 
 
 def allreduce_share(
-    group: Group,
-    layout: Layout,
-    share: Array,
-    gather: Iterable[list[Transfer]],
-    spread: Iterable[list[Transfer]],
-    op: ReduceOp,
-    scale: Scale,
-    codec: Codec,
-    tag: int,
+    group: Group, layout: Layout, share: Array, gather: Iterable[list[Transfer]],
+    spread: Iterable[list[Transfer]], op: ReduceOp, scale: Scale, codec: Codec, tag: int,
     state: CodecState | None,
-) -> Steps[None]:
+) -> Steps[None]:  # fmt: skip
     """Replace this rank's ``share`` (flat) of a tensor by ``scale * (op over all nodes)``.
 
     The steps ``gather`` reduce it within the node before, ``spread`` hand it to the node's ranks afterwards.
@@ -147,18 +140,10 @@ def allreduce_share(
 
 
 def layout_allreduce(
-    group: Group,
-    layout: Layout,
-    flat: Array,
-    op: ReduceOp,
-    scale: Scale,
-    codec: Codec,
-    tag: int,
-    turns: tuple[int, int],
-    source: Array | None = None,
-    state: CodecState | None = None,
+    group: Group, layout: Layout, flat: Array, op: ReduceOp, scale: Scale, codec: Codec, tag: int,
+    turns: tuple[int, int], source: Array | None = None, state: CodecState | None = None,
     shares: Runs | None = None,
-) -> Steps[None]:
+) -> Steps[None]:  # fmt: skip
     """Replace ``flat`` by ``scale * (op over all ranks)``, in the order of ranks in a node, then of nodes.
 
     Uses ``tag`` and ``tag + 1``; lossy codecs four tags. ``turns`` are the tickets of ``Layout.draw``; ``source`` is

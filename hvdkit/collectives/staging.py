@@ -124,16 +124,9 @@ class Staging:
         return choose_handover(nbytes, self.queues[0].area.line_seconds())[1]
 
     def run(
-        self,
-        half: int,
-        ticket: int,
-        mode: Mode,
-        flat: Array,
-        shares: Runs,
-        op: ReduceOp,
-        scale: Scale,
+        self, half: int, ticket: int, mode: Mode, flat: Array, shares: Runs, op: ReduceOp, scale: Scale,
         source: Array | None = None,
-    ) -> Steps[None]:
+    ) -> Steps[None]:  # fmt: skip
         """Make one pass over ``flat``, out of ``source`` if given; ``shares`` are the members' elements."""
         queue = self.queues[half]
         if queue.passed != ticket:

@@ -56,7 +56,6 @@ class TrainStepHooks(ParameterHooks):
 
     @property
     def seen(self) -> Container[int]:
-        """See ParameterHooks."""
         return self._completions
 
     def reset(self) -> None:
@@ -142,17 +141,14 @@ class TorchGradients(backends.OptimizerGradients):
         self._synchronizer: _KerasSynchronizer | None = None
 
     def begin_backward(self, local: Collection[Any]) -> None:
-        """See OptimizerGradients."""
         if self._synchronizer is not None:
             self._synchronizer.begin_backward({id(variable.value) for variable in local})
 
     def end_backward(self) -> None:
-        """See OptimizerGradients."""
         if self._synchronizer is not None:
             self._synchronizer.end_backward()
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
-        """See OptimizerGradients."""
         settings = self._settings
         if self._synchronizer is not None:
             self._synchronizer.hooks.end()

@@ -137,15 +137,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float | None,
-    ) -> Tensor:
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        running_mean: Tensor | None, running_var: Tensor | None, momentum: float | None,
+    ) -> Tensor:  # fmt: skip
         """Return the output and update the running statistics, if there are any, with all ranks' values."""
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         over = [dimension for dimension in range(input.dim()) if dimension != 1]

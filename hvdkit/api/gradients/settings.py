@@ -75,21 +75,10 @@ def is_variable(source: Any) -> bool:
 
 
 def check_settings(
-    function: str,
-    *,
-    op: Any,
-    compression: Any,
-    gradient_predivide_factor: Any,
-    num_groups: int,
-    groups: Any,
-    process_set: Any,
-    backward_passes_per_step: Any = 1,
-    title: str | None = None,
-    is_kept: bool = True,
-    members: str = "variables",
-    is_member: Callable[[Any], bool] = is_variable,
-    **others: Any,
-) -> GradientSettings:
+    function: str, *, op: Any, compression: Any, gradient_predivide_factor: Any, num_groups: int, groups: Any,
+    process_set: Any, backward_passes_per_step: Any = 1, title: str | None = None, is_kept: bool = True,
+    members: str = "variables", is_member: Callable[[Any], bool] = is_variable, **others: Any,
+) -> GradientSettings:  # fmt: skip
     """Return the settings for a user's arguments of ``function``; ``others`` need no check.
 
     ``title``: another name for messages; ``is_kept``: False if their owner makes only one step; ``members``,

@@ -30,7 +30,6 @@ class AllreduceFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, request: ReduceRequest, *tensors: Tensor) -> Any:
-        """Return as many new tensors as there are ``tensors``."""
         ctx.invocation, ctx.request = invocation, request
         return HANDLES.synchronize(OPERATIONS.allreduce(invocation, tensors, request))
 

@@ -62,7 +62,6 @@ class BroadcastFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
-        """Return a new tensor."""
         invocation = Invocation("broadcast", name, process_set, waits=True, single=True)
         ctx.root_rank, ctx.invocation = root_rank, invocation
         return HANDLES.synchronize(_start(invocation, tensor, root_rank))

@@ -48,7 +48,6 @@ class AllgatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, *tensors: Tensor) -> Any:
-        """Return as many new tensors as there are ``tensors``."""
         ctx.invocation, ctx.rows = invocation, [tensor.shape[0] for tensor in tensors]
         return HANDLES.synchronize(OPERATIONS.allgather(invocation, tensors))
 

@@ -60,7 +60,6 @@ class ReducescatterFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, request: ReduceRequest, *tensors: Tensor) -> Any:
-        """Return as many new tensors as there are ``tensors``."""
         outputs = HANDLES.synchronize(OPERATIONS.reducescatter(invocation, tensors, request))
         times = checks.size_of(invocation.process_set) if request.op == ReduceOp.SUM else 1
         ctx.invocation, ctx.factors = invocation, (times, request.prescale, request.postscale)
