@@ -78,7 +78,7 @@ class GroupTransport(GlooTransport):
         addresses = addresses_for(World(LAUNCHER, me, len(ranks)))
         listener = listen(addresses[0])
         try:
-            admission = _admit(store, ranks, me, listener.getsockname()[:2], timeout)
+            admission = _admit(store, ranks, me, listener.getsockname()[:2], timeout.total_seconds())
             gloo_store = PrefixStore("gloo", store)
             group = open_gloo(gloo_store, me, len(ranks), addresses, timeout.total_seconds())
         except BaseException:
@@ -87,14 +87,12 @@ class GroupTransport(GlooTransport):
         super().__init__(me, len(ranks), group, gloo_store, listener, admission)
 
 
-def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], timeout: timedelta) -> Admission:
-    keys = [introduction_key(index) for index in range(len(ranks))]
-    authenticator = Authenticator(ranks[me], None)
+def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], seconds: float) -> Admission:
+    keys, authenticator = list(map(introduction_key, range(len(ranks)))), Authenticator(ranks[me], None)
     store.set(keys[me], new_nonce() + pack_address(address))
-    if absent := absent_after(store, keys, timeout.total_seconds()):
+    if absent := absent_after(store, keys, seconds):
         raise PeerLostError(
-            f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {[ranks[index] for index in absent]} to "
-            "use a ddp_hook.\n"
+            f"rank {ranks[me]} waited {seconds:g} s for ranks {[ranks[index] for index in absent]} to use a ddp_hook.\n"
             "HINT: all ranks of the model's process group must use one, in the same order if it is several."
         )
     introductions = [authenticator.introduction(rank, store.get(key)) for rank, key in zip(ranks, keys, strict=True)]
@@ -128,7 +126,6 @@ class Worker:
     def __init__(self, owner: object, session: Session) -> None:
         self.session = session
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._is_closed = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hvdkit-ddp-hook", daemon=True)
         _SERVING[self] = None
@@ -156,9 +153,8 @@ class Worker:
 
     def leave(self, reason: str, failed: bool = False) -> None:
         """Close the session and tell the other ranks why; a job calls it. With ``failed`` it waits for nothing else."""
-        if self._is_closed:
+        if self._left.is_set():
             return
-        self._is_closed = True
         try:
             if (lost := self.session.close(reason, failed=failed)) is not None:
                 logger.info("ddp_hook: %s", lost)
