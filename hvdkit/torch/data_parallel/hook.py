@@ -113,7 +113,8 @@ class DDPHook:
         if self._worker is None:
             rank, size = dist.get_rank(self._group()), dist.get_world_size(self._group())
         else:
-            rank, size = (topology := self._worker.session.engine.topology).rank, topology.size
+            topology = self._worker.session.engine.topology
+            rank, size = topology.rank, topology.size
         if self._loaded:
             kept = [entry for state in self._loaded for entry in state["kept"] if entry["rank"] % size == rank]
             return {**self._loaded[0], "rank": rank, "size": size, "kept": kept}
