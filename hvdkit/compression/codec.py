@@ -69,10 +69,10 @@ class Codec(ABC):
 
     def parameters_not_in_summary(self) -> list[str]:
         """Return attributes that are no fields of the dataclass, which ranks could not compare."""
-        fields = [field.name for field in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else []
+        fields = {field.name for field in (dataclasses.fields(self) if dataclasses.is_dataclass(self) else ())}
         kinds = {name: getattr(type(self), name, None) for name in vars(self) if not name.startswith("_")}
         cached = {name for name, kind in kinds.items() if isinstance(kind, functools.cached_property)}
-        return sorted(kinds.keys() - cached - set(fields))
+        return sorted(kinds.keys() - fields - cached)
 
     def wire_itemsize(self, dtype: np.dtype[Any]) -> int:
         """Return the bytes of an element of ``dtype`` on the wire, where numbers travel."""

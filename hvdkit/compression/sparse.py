@@ -26,8 +26,8 @@ USUAL = 1.1
 RETRIES = 2
 SAMPLED_ABOVE = 400  # values of a sample above the threshold, for the number of selected values to be right to 5%
 SMALLEST_SAMPLE = 1 << 14
-# The power with which a carried threshold follows the number of selected values: small, since a step that sends too many
-# values leaves a smaller residual, so that the next step selects fewer.
+# The power with which a carried threshold follows the number of selected values: small, since a step that sends too
+# many values leaves a smaller residual, so that the next step selects fewer.
 FOLLOW = 0.03
 SAMPLED_STEPS = 8  # after a carried threshold has failed: a sample costs a tenth of a pass
 THRESHOLD, DISTRUST = "threshold", "distrust"
