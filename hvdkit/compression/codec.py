@@ -69,7 +69,9 @@ class Codec(ABC):
 
     def parameters_not_in_summary(self) -> list[str]:
         """Return attributes that are no fields of the dataclass, which ranks could not compare."""
-        fields = {field.name for field in (dataclasses.fields(self) if dataclasses.is_dataclass(self) else ())}
+        fields: set[str] = set()
+        if dataclasses.is_dataclass(self):
+            fields = {field.name for field in dataclasses.fields(self)}
         kinds = {name: getattr(type(self), name, None) for name in vars(self) if not name.startswith("_")}
         cached = {name for name, kind in kinds.items() if isinstance(kind, functools.cached_property)}
         return sorted(kinds.keys() - fields - cached)
