@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,6 +99,13 @@ def _is_last(handle: RemovableHandle) -> bool:
     return all(is_of(hook, TrainStepHooks) for key, hook in hooks.items() if handle.id in hooks and key > handle.id)
 
 
+class _ParameterGroups:
+    """Parameters, as a torch.optim.Optimizer holds them."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": []}]
+
+
 class _KerasSynchronizer(GradientSynchronizer):
     """The synchronizer of a Keras optimizer, whose gradients are complete only when ``apply`` has them.
 
@@ -137,7 +143,7 @@ class TorchGradients(backends.OptimizerGradients):
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
-        self._parameters = SimpleNamespace(param_groups=[{"params": []}])  # as a torch.optim.Optimizer holds them
+        self._parameters = _ParameterGroups()
         self._synchronizer: _KerasSynchronizer | None = None
 
     def begin_backward(self, local: Collection[Any]) -> None:
