@@ -5,6 +5,7 @@ Pairs combine, then pairs of pairs. Each tensor of a fused buffer is combined by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,16 +24,13 @@ def combine(lower: Array, higher: Array) -> Array:
     """
     with kernels.DefaultFloats():
         low, high = lower.astype(np.float64), higher.astype(np.float64)
-        dot, low_square, high_square = _dot(low, high), _dot(low, low), _dot(high, high)
+        # Not by BLAS, whose order of additions depends on the settings of its threads.
+        pairs = ((low, high), (low, low), (high, high))
+        dot, low_square, high_square = (float(np.einsum("i,i->", *pair)) for pair in pairs)
         low_factor = 1.0 if low_square == 0.0 else 1.0 - dot / (2.0 * low_square)
         high_factor = 1.0 if high_square == 0.0 else 1.0 - dot / (2.0 * high_square)
         result: Array = (low_factor * low + high_factor * high).astype(lower.dtype)
     return result
-
-
-def _dot(a: Array, b: Array) -> float:
-    """Return the dot product, without BLAS, whose order of additions depends on the settings of its threads."""
-    return float(np.einsum("i,i->", a, b))
 
 
 def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: Scale, tag: int) -> Steps[None]:
@@ -47,10 +45,7 @@ def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: Scale, ta
         peer = group.rank ^ (1 << level)
         yield [group.irecv(other, peer, tag + level % 7), group.isend(buffer, peer, tag + level % 7)]
         lower, higher = (buffer, other) if group.rank < peer else (other, buffer)
-        start = 0
-        for length in lengths:
-            part = slice(start, start + length)
-            buffer[part] = combine(lower[part], higher[part])
-            start += length
+        for start, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
+            buffer[start:end] = combine(lower[start:end], higher[start:end])
     SCRATCH.give_back(scratch)
     scale_in_place(buffer, scale)

@@ -4,16 +4,15 @@ n is the bytes of a tensor's payload, P the number of ranks. Unless a docstring 
 2 n (P - 1) / P bytes, the least possible (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for
 clusters of workstations"). All use ``tag`` and ``tag + 1``.
 
-``all_to_all``, ``two_phase``, ``round_robin`` and ``master_worker`` sum in rank order and give the bits that one
-process gives; half precision is summed in fp32 and rounded once. ``ring``, ``tree`` and ``butterfly`` give the same
-bits on all ranks and in every run, but not those of a sum in rank order; they round half precision and encoded partial
-sums to the type that travels at each hop.
+``all_to_all``, ``two_phase``, ``round_robin`` and ``master_worker`` sum in rank order, give the bits that one process
+gives, and round half precision once. ``ring``, ``tree`` and ``butterfly`` give other bits, the same on all ranks and in
+every run; they round partial sums to the type that travels at each hop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvdkit.collectives.broadcast import tree_broadcast
 from hvdkit.collectives.exchange import (
@@ -34,10 +33,7 @@ MASTER = 0
 
 
 def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int) -> Steps[None]:
-    """Send the whole tensor to all ranks and reduce the tensors of all, in rank order.
-
-    One exchange, the least latency there is. Each rank sends n (P - 1) bytes.
-    """
+    """Send the whole tensor to all ranks, n (P - 1) bytes in the one exchange, and reduce the tensors in rank order."""
     if buffer.size == 0:
         return
     own = codec.encode(buffer)
@@ -54,10 +50,7 @@ def all_to_all_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale
 def two_phase_allreduce(
     group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, rounds: Rounds = None
 ) -> Steps[None]:
-    """Send chunk p to rank p, which reduces it in rank order and sends the result to all.
-
-    A direct reduce-scatter and a direct allgather: two exchanges, in ``rounds`` if given.
-    """
+    """Send chunk p to rank p, which reduces it in rank order and sends the result to all; in ``rounds`` if given."""
     chunks = chunks_of(buffer, group.size)
     scratch, encoded = encode_all(codec, chunks)
     own = yield from exchange_and_reduce(group, encoded, chunks[group.rank], op, scale, codec, tag, rounds)
@@ -67,8 +60,7 @@ def two_phase_allreduce(
     SCRATCH.give_back(scratch)
 
 
-@dataclass(frozen=True)
-class _Hops:
+class _Hops(NamedTuple):
     """Hops of partial sums from rank to rank."""
 
     group: Group
@@ -80,8 +72,7 @@ class _Hops:
     def reduce(self, outgoing: Array, receiver: int, own: Array, sender: int, last: bool) -> Steps[None]:
         """Send ``outgoing``, and replace ``own`` by its reduction with the array of ``sender``; scaled in the last hop.
 
-        The lower rank's operand comes first. Both are encoded, so a hop rounds to the type that travels. Empty arrays
-        do not travel.
+        The lower rank's operand comes first. Both are encoded. Empty arrays do not travel.
         """
         payload = self.codec.encode(own)
         scratch = SCRATCH.take(payload.nbytes)
@@ -120,9 +111,8 @@ def tree_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale, code
     """Reduce to rank 0 along a binomial tree, and broadcast the result along the same tree: 2 log2 P rounds.
 
     The algorithm of MPICH's MPI_Reduce and MPI_Bcast for short messages (Thakur, Rabenseifner and Gropp, 2005,
-    "Optimization of collective communication operations in MPICH"). Each edge of the tree carries n bytes up and n
-    down: rank 0 sends n ceil(log2 P), another rank n (1 + its children), a leaf n. Rank r's parent is r without its
-    lowest bit. Neighbouring ranges of ranks are summed, the lower one first, in up to log2 P hops.
+    "Optimization of collective communication operations in MPICH"). Rank 0 sends n ceil(log2 P) bytes, another rank
+    n (1 + its children). Rank r's parent is r without its lowest bit. The lower range of ranks comes first in a sum.
     """
     if buffer.size == 0:
         return
@@ -141,12 +131,12 @@ def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale,
     """Reduce-scatter by recursive halving, allgather by recursive doubling: 2 log2 P rounds where P is a power of two.
 
     Rabenseifner (2004, "Optimization of collective reduction operations"). Partners are near in the first round of the
-    halving, where most bytes travel. Neighbouring ranges of ranks are summed, the lower one first. With a lossy codec
-    the chunks of a round of the allgather travel one by one, as their owners encoded them.
+    halving, where most bytes travel. The lower range of ranks comes first in a sum. With a lossy codec the chunks of a
+    round of the allgather travel one by one, as their owners encoded them.
 
     Otherwise let Q be the greatest power of two below P. Each of the P - Q extra ranks (0, 2, 4, ...) first sends its
-    tensor to the rank after it, which stands for both and sends the result back at the end: an extra rank sends n
-    bytes, the rank after it 2 n (Q - 1) / Q + n, the rest 2 n (Q - 1) / Q, in 2 log2 Q + 2 rounds.
+    tensor to the rank after it, which stands for both and sends the result back at the end, in 2 log2 Q + 2 rounds. An
+    extra rank sends n bytes, the rank after it 2 n (Q - 1) / Q + n, the rest 2 n (Q - 1) / Q.
     """
     if buffer.size == 0:
         return
@@ -173,13 +163,9 @@ def butterfly_allreduce(group: Group, buffer: Array, op: ReduceOp, scale: Scale,
 
 
 def _halve(hops: _Hops, buffer: Array, virtual_rank: int, ranks: Sequence[int]) -> Steps[int]:
-    """Reduce-scatter among ``ranks``, of which this one has index ``virtual_rank``; return the chunk it reduced.
-
-    In each round, this rank and a partner each reduce one half of the chunks that both hold.
-    """
-    first, stop = 0, len(ranks)
-    distance = 1
-    while distance < len(ranks):
+    """Reduce-scatter among ``ranks``, of which this one has index ``virtual_rank``; return the chunk it reduced."""
+    first, stop, distance = 0, len(ranks), 1
+    while distance < len(ranks):  # this rank and a partner each reduce one half of the chunks that both hold
         partner = ranks[virtual_rank ^ distance]
         middle = (first + stop) // 2
         lower, upper = (first, middle), (middle, stop)
@@ -218,10 +204,8 @@ def _part(buffer: Array, chunks: tuple[int, int], parts: int) -> Array:
 
 
 def opponents(rank: int, size: int) -> list[int | None]:
-    """Return the opponent of ``rank`` in each round, or None where it sits out.
-
-    The last seat stays, the others turn by one each round; with an odd ``size`` that seat is empty.
-    """
+    """Return the opponent of ``rank`` in each round, or None where it sits out."""
+    # The last seat stays, the others turn by one each round; with an odd size that seat is empty.
     turning = size - 1 + size % 2
     seats = [turn if rank == turning else (2 * turn - rank) % turning for turn in range(turning)]
     seats = [turning if seat == rank else seat for seat in seats]
@@ -235,7 +219,7 @@ def round_robin_allreduce(
 
     Two-phase allreduce under the schedule of the circle method (Kirkman, 1847; for pairwise exchanges, Thakur,
     Rabenseifner and Gropp, 2005): in each of P - 1 rounds (P if P is odd, where each rank sits out one) every rank
-    exchanges chunks with one other rank, so that no rank and no link is shared. Chunks are reduced when all have come.
+    exchanges chunks with one other rank. Chunks are reduced when all have come.
     """
     rounds = [[peer] for peer in opponents(group.rank, group.size) if peer is not None]
     return two_phase_allreduce(group, buffer, op, scale, codec, tag, rounds)
@@ -244,10 +228,10 @@ def round_robin_allreduce(
 def master_worker_allreduce(
     group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
 ) -> Steps[None]:
-    """Send all tensors to rank 0, which reduces them and sends the result to all.
+    """Send all tensors to rank 0, which reduces them and sends the result, in all n (P - 1) bytes, to all.
 
     The parameter server with one server (Li et al., 2014, "Scaling distributed machine learning with the parameter
-    server"): two exchanges, but all of them through one link. Rank 0 sends n (P - 1) bytes, each other rank n.
+    server"): two exchanges, but all of them through one link.
     """
     if buffer.size == 0:
         return

@@ -1,7 +1,6 @@
 """Allreduce in place: the table of algorithms, and the choice among them.
 
-"auto" chooses ``all_to_all`` where latency rules, ``two_phase`` where bandwidth does. Both give the bits that one
-process gives: the result does not depend on which of them ran, nor on what was measured.
+"auto" chooses ``all_to_all`` where latency rules, ``two_phase`` where bandwidth does. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ def choose_allreduce(nbytes: int, size: int, choice: Choice = AUTO) -> tuple[str
 
     "auto" takes the cheaper of two by the alpha-beta model (Hockney, 1994): ``latency_seconds`` for each exchange,
     ``seconds_per_byte`` for each byte that a rank sends, and the time of summing all of the tensor or a share of it.
-    All ranks must choose alike, so all arguments must be the same on all of them.
-
     Raises ValueError for a name that is no algorithm's.
     """
     algorithm, latency_seconds, seconds_per_byte = choice
@@ -58,10 +55,7 @@ def choose_allreduce(nbytes: int, size: int, choice: Choice = AUTO) -> tuple[str
 def allreduce(
     group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int, choice: Choice | None = None
 ) -> Steps[None]:
-    """Replace ``buffer`` (flat) by ``scale * (rank 0's op rank 1's op ...)``. Uses ``tag`` and ``tag + 1``.
-
-    ``choice`` is the group's, unless another one is given.
-    """
+    """Replace ``buffer`` (flat) by ``scale * (rank 0's op rank 1's op ...)``. Uses ``tag`` and ``tag + 1``."""
     if group.size == 1:
         decode_final(codec, [codec.encode(buffer)], [buffer])
         scale_in_place(buffer, scale)

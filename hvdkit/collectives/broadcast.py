@@ -1,7 +1,6 @@
 """Broadcast from one rank: a binomial tree where latency rules, scatter and allgather where bandwidth does.
 
-The second is van de Geijn's algorithm (Barnett et al., 1994): 2 n (P - 1) / P bytes through the busiest rank instead of
-n log2 P.
+Through the busiest rank go n log2 P bytes, or 2 n (P - 1) / P by the second (van de Geijn; Barnett et al., 1994).
 """
 
 from __future__ import annotations

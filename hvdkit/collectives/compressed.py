@@ -4,24 +4,26 @@ A lossy codec chooses one of three ways. ``two_phase``: chunk p of each rank goe
 encodes the sum and sends it to all. ``gather``: the payload of all elements goes from each rank to each. ``sums``:
 plain sums of vectors that stand for the elements.
 
-With error feedback each rank has a residual for each element: what it did not send to the owner, and on the owner,
-which sends itself nothing, what it did not send on (Tang et al., 2019, "DoubleSqueeze: parallel stochastic gradient
-descent with double-pass error-compensated compression"). The result plus all residuals is the sum of all gradients.
+With error feedback each rank keeps what it did not send to an element's owner, and the owner what it did not send on
+(Tang et al., 2019, "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
+compression"). The result plus all residuals is the sum of all gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, cast
+
+import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
 from hvdkit.collectives.exchange import scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
 from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Cast, Codec, CodecState, LinearCodec, LossyCodec, PayloadCodec, frames
-from hvdkit.compression.lossy import as_float32
+from hvdkit.compression import CASTS, Cast, Codec, CodecState, LinearCodec, LossyCodec, PayloadCodec, Tally, frames
 from hvdkit.compression.state import TURN
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -37,10 +39,10 @@ def allreduce_encoded(
     keep anything; they convert other floating types to float32 and back. On one rank nothing is encoded. Raises
     PayloadError where a payload does not arrive as it was sent.
     """
-    if not codec.encodes:
-        return _allreduce_cast(group, flat, op, scale, cast("Cast", codec), tag, state)
-    assert op == ReduceOp.SUM, op
-    return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, state)
+    if codec.encodes:
+        assert op == ReduceOp.SUM, op
+        return _allreduce_lossy(group, flat, scale, cast("LossyCodec", codec), tag, state)
+    return _allreduce_cast(group, flat, op, scale, cast("Cast", codec), tag, state)
 
 
 def _allreduce_cast(
@@ -49,12 +51,26 @@ def _allreduce_cast(
     if state is None or not codec.room_bytes(flat) or group.size == 1:
         yield from allreduce(group, flat, op, scale, codec, tag)
         return
-    # A group of its own counts the bytes of this operation only.
+    with _counted(group, two_phase_bytes(flat.nbytes, group.size), state.tally) as wire:
+        yield from allreduce(wire, flat, op, scale, codec, tag)
+
+
+@contextmanager
+def _counted(group: Group, nbytes: float, tally: Tally) -> Iterator[Group]:
+    """Give a group that counts the bytes of one operation only, which without a codec sends ``nbytes`` bytes."""
     wire = Group(group.transport, group.members, group.choice)
-    yield from allreduce(wire, flat, op, scale, codec, tag)
-    state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
-    state.tally.bytes_after += wire.bytes_sent
+    yield wire
+    tally.bytes_before += nbytes
+    tally.bytes_after += wire.bytes_sent
     group.bytes_sent += wire.bytes_sent
+
+
+def _as_float32(values: Array) -> Array:
+    if values.dtype == np.float32:
+        return values
+    converted = np.empty(values.shape, dtype=np.float32)
+    kernels.convert_into(converted, values)
+    return converted
 
 
 def _allreduce_lossy(
@@ -64,17 +80,14 @@ def _allreduce_lossy(
         scale_in_place(flat, scale)
         return
     state = state or CodecState(flat.size)
-    values = as_float32(flat)
+    values = _as_float32(flat)
     state.turn, state.salt = int(state.recall(TURN) or state.turn), 2 * group.rank
-    wire = Group(group.transport, group.members, group.choice)
     started = perf_counter()
     codec.prepare(values, state, group.size)
     state.tally.encode_seconds += perf_counter() - started
-    state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size)
     way, _ = codec.way(flat.size, group.size)
-    yield from _WAYS[way](wire, values, scale, codec, tag, state)
-    state.tally.bytes_after += wire.bytes_sent
-    group.bytes_sent += wire.bytes_sent
+    with _counted(group, two_phase_bytes(flat.nbytes, group.size), state.tally) as wire:
+        yield from _WAYS[way](wire, values, scale, codec, tag, state)
     if values is not flat:
         kernels.convert_into(flat, values)
     state.keep(TURN, state.turn + 1)
@@ -91,9 +104,8 @@ def _two_phase(
     if own.size:
         of_sum = state.part(*bounds[me])
         of_sum.salt += 1
-        frame = wire.encode(own, of_sum)
-        sends = wire.send(frame, own.size, group.peers, tag + 2)
-        sums[me] = frame
+        sums[me] = wire.encode(own, of_sum)
+        sends = wire.send(sums[me], own.size, group.peers, tag + 2)
     incoming = yield from wire.receive({peer: chunks[peer].size for peer in group.peers}, sends, tag + 2)
     for peer, frame in {**sums, **incoming}.items():
         wire.decode(peer, frame, chunks[peer], scale, False)
@@ -121,14 +133,11 @@ def compressed_reduce_scatter(
 
     The first of two phases: each rank's own part is added as it is, and no residual is kept.
     """
-    values = as_float32(flat)
+    values = _as_float32(flat)
     state.salt = 2 * group.rank
     if group.size > 1:
-        wire = Group(group.transport, group.members, group.choice)
-        yield from _sum_own(_Wire(wire, codec, state), values, bounds, tag, state)
-        state.tally.bytes_before += two_phase_bytes(flat.nbytes, group.size) / 2
-        state.tally.bytes_after += wire.bytes_sent
-        group.bytes_sent += wire.bytes_sent
+        with _counted(group, two_phase_bytes(flat.nbytes, group.size) / 2, state.tally) as wire:
+            yield from _sum_own(_Wire(wire, codec, state), values, bounds, tag, state)
     own = values[slice(*bounds[group.rank])]
     scale_in_place(own, scale)
     return own
@@ -158,19 +167,12 @@ def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: in
         tag += 2
 
 
-# By LossyCodec.way.
-_WAYS: dict[str, Callable[[Group, Array, Scale, Any, int, CodecState], Steps[None]]] = {
-    "two_phase": _two_phase,
-    "gather": _gather,
-    "sums": _sums,
-}
+_Way = Callable[[Group, Array, Scale, Any, int, CodecState], Steps[None]]
+_WAYS: dict[str, _Way] = {"two_phase": _two_phase, "gather": _gather, "sums": _sums}  # by LossyCodec.way
 
 
 class _Wire:
-    """Exchange of frames between the ranks of a group, in scratch memory.
-
-    Of a frame of variable length, a number of bytes that all ranks know travels first; the rest follows.
-    """
+    """Exchange of frames in scratch memory. Of a frame of variable length, bytes that all ranks know travel first."""
 
     def __init__(self, group: Group, codec: PayloadCodec, state: CodecState) -> None:
         self.group, self._codec, self._tally = group, codec, state.tally
@@ -188,15 +190,13 @@ class _Wire:
 
     def _first(self, elements: int) -> int:
         """Return the bytes of a frame that travel first."""
-        if self._codec.fixed:
-            return self._most(elements)
-        return min(self._most(elements), frames.HEADER_BYTES + self._codec.usual_bytes(elements))
+        usual = self._codec.most_bytes(elements) if self._codec.fixed else self._codec.usual_bytes(elements)
+        return min(self._most(elements), frames.HEADER_BYTES + usual)
 
     def give_back(self) -> None:
         """Give back the memory of all frames."""
-        for scratch in self._scratch:
-            SCRATCH.give_back(scratch)
-        self._scratch.clear()
+        while self._scratch:
+            SCRATCH.give_back(self._scratch.pop())
 
     def encode(self, values: Array, state: CodecState) -> Bytes:
         """Return the frame of some values plus their residual, in memory for the largest frame."""

@@ -1,7 +1,4 @@
-"""Allgather, alltoall and reduce-scatter: every rank sends each other rank its part, all at once.
-
-And what allreduce algorithms share: chunks of a buffer, memory for payloads, the end with codec and scale.
-"""
+"""Allgather, alltoall and reduce-scatter, all at once, and the parts that allreduce algorithms share."""
 
 from __future__ import annotations
 
@@ -44,17 +41,14 @@ def encode_all(codec: Cast, chunks: Sequence[Array]) -> tuple[Bytes, list[Array]
 
 
 def decode_final(codec: Cast, payloads: Sequence[Array], chunks: Sequence[Array]) -> None:
-    """Fill each chunk from the payload that its owner encoded, on the owner too: so all ranks hold the same bits.
-
-    The payloads of a codec that loses nothing are the chunks themselves.
-    """
-    if codec.lossy:
+    """Fill each chunk from the payload that its owner encoded, on the owner too: so all ranks hold the same bits."""
+    if codec.lossy:  # else payloads are the chunks themselves
         for payload, chunk in zip(payloads, chunks, strict=True):
             codec.decode_reduce([payload], chunk, ReduceOp.SUM, ONE)
 
 
 def scale_in_place(buffer: Array, scale: Scale) -> None:
-    """Multiply ``buffer`` by ``scale``; leave it untouched where that changes nothing."""
+    """Multiply ``buffer`` by ``scale``, unless that is ONE."""
     if scale != ONE:
         kernels.scale_into(buffer, buffer, scale)
 
@@ -87,10 +81,7 @@ def exchange_and_reduce(
     tag: int,
     rounds: Rounds = None,
 ) -> Steps[Array]:
-    """Send payload p to rank p; return the payload of the reduction of all ranks' chunks for this rank.
-
-    ``own`` is this rank's chunk; it may hold anything afterwards.
-    """
+    """Send payload p to rank p; return that of the reduction of all ranks' chunks for this rank, whose own is lost."""
     scratch, payloads = room_for_payloads(group, encoded[group.rank])
     yield from alltoall(group, encoded, payloads, tag, rounds)
     result = codec.reduce_encoded(payloads, encoded[group.rank], own, op, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,10 +19,9 @@ Runs = Sequence[tuple[int, int]]  # the elements (begin, end) of each rank
 
 
 class Choice(NamedTuple):
-    """The inputs of the choice of an allreduce algorithm, besides the tensor.
+    """The inputs of the choice of an allreduce algorithm, besides the tensor; the same on all ranks of a group.
 
-    All ranks of a group must hold the same values, which rank 0 measured, or they choose differently. The defaults are
-    those of an Ethernet of 10 Gbit/s.
+    Rank 0 measures them. The defaults are those of an Ethernet of 10 Gbit/s.
     """
 
     algorithm: str = "auto"  # or the name of an algorithm for every tensor
@@ -33,10 +33,7 @@ AUTO = Choice()
 
 
 class Group:
-    """The ranks ``members`` of a transport, in one order on all of them; ``rank`` is the index in ``members``.
-
-    Counts the payload bytes that this rank sends, so that an algorithm's traffic can be compared with its formula.
-    """
+    """The ranks ``members`` of a transport, in one order on all of them; ``rank`` is the index in ``members``."""
 
     def __init__(self, transport: Transport, members: Sequence[int], choice: Choice = AUTO) -> None:
         self.transport = transport
@@ -44,7 +41,7 @@ class Group:
         self.members = list(members)
         self.rank = self.members.index(transport.rank)
         self.size = len(self.members)
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # by this rank
         # Each rank begins with its successor, so that no rank is sent to by all at once.
         self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self.layout: Any = None  # a hierarchical.Layout, where some members share memory
@@ -74,12 +71,6 @@ def two_phase_bytes(nbytes: int, ranks: int) -> int:
 def partition(count: int, parts: int, itemsize: int) -> list[tuple[int, int]]:
     """Cut ``count`` elements into ``parts`` ranges (start, stop) that start on cache lines. Late ones may be empty."""
     line = max(1, CACHE_LINE // itemsize)
-    lines = -(-count // line)
-    each, longer = divmod(lines, parts)
-    bounds = []
-    start = 0
-    for part in range(parts):
-        stop = min(count, start + (each + (part < longer)) * line)
-        bounds.append((start, stop))
-        start = stop
-    return bounds
+    each, longer = divmod(-(-count // line), parts)
+    cuts = [min(count, (part * each + min(part, longer)) * line) for part in range(parts + 1)]
+    return list(pairwise(cuts))

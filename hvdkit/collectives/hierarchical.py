@@ -1,12 +1,12 @@
 """Allreduce over nodes: the node's sum in shared memory, an allreduce of each share between nodes, one pass back.
 
-Each of a node's ranks carries its own share to its counterparts on the other nodes: a share crosses the wire once for
-the whole node, and all ranks' connections are used. In two phases a rank sends 2 n / L (K - 1) / K bytes between K
-nodes of L ranks.
+Each of a node's ranks carries its own share to its counterparts on the other nodes, over its own connections: in two
+phases 2 n / L (K - 1) / K bytes between K nodes of L ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -38,11 +38,7 @@ class Layout:
         return min(len(node) for node in self.nodes)
 
     def draw(self) -> tuple[int, int]:
-        """Return the tickets of one allreduce in this node's areas.
-
-        They are drawn when an operation starts, for all its parts: operations start in the same order on all ranks,
-        but their parts do not end in one order.
-        """
+        """Return the tickets of one allreduce in this node's areas, drawn when it starts: in the same order on all."""
         if self.staging is None:
             return 0, 0
         first, second = self.staging.queues
@@ -70,17 +66,12 @@ def whole_shares(begins: Sequence[int], count: int, layout: Layout, ranks: int) 
     for carrier in range(1, layout.carriers):
         wanted = count * carrier // layout.carriers
         cuts.append(max(cuts[-1], min([*begins, count], key=lambda begin: abs(begin - wanted))))
-    cuts.append(count)
-    shares = [(cuts[carrier], cuts[carrier + 1]) for carrier in range(layout.carriers)]
-    return shares + [(count, count)] * (ranks - layout.carriers)
+    cuts += [count] * (1 + ranks - layout.carriers)
+    return list(itertools.pairwise(cuts))
 
 
 def split_scale(flat: Array, op: ReduceOp, scale: Scale, codec: Codec) -> tuple[Scale, Scale]:
-    """Return the scales of the sum of a node and of the sum of nodes.
-
-    A sum that is rounded to 16 bits on its way is scaled before: the sum of a node could be too large for fp16 although
-    the average is not.
-    """
+    """Return the scales of the sum of a node and of the sum of nodes: a node's sum could be too large for fp16."""
     narrow = flat.dtype in HALVES or codec.wire_itemsize(flat.dtype) < flat.itemsize
     return (scale, ONE) if narrow and op == ReduceOp.SUM else (ONE, scale)
 
@@ -98,10 +89,7 @@ def sent_share(ranks: int, layout: Layout | None) -> float:
 
 
 def choose_pieces(nbytes: int, nodes: int, algorithm: str = "auto") -> tuple[int, str]:
-    """Return the number of pieces in which a tensor of ``nbytes`` bytes travels between ``nodes`` nodes, and why.
-
-    While one piece is on the wire, the nodes reduce another.
-    """
+    """Return the number of pieces in which a tensor of ``nbytes`` bytes travels between ``nodes`` nodes, and why."""
     if nbytes < 2 * PIECE_BYTES:
         return 1, "too small to be cut"
     if nodes == 1:
@@ -146,10 +134,9 @@ def allreduce_share(
     tag: int,
     state: CodecState | None,
 ) -> Steps[None]:
-    """Reduce this rank's share of a tensor over nodes.
+    """Replace this rank's ``share`` (flat) of a tensor by ``scale * (op over all nodes)``.
 
-    ``gather`` are the steps that reduce the share within the node into ``share`` (flat), ``spread`` those that hand
-    ``share`` to the node's ranks. Between them, ``share`` is replaced by ``scale * (op over all nodes)``.
+    The steps ``gather`` reduce it within the node before, ``spread`` hand it to the node's ranks afterwards.
     """
     yield from gather
     across = counterparts(group, layout)
@@ -172,13 +159,11 @@ def layout_allreduce(
     state: CodecState | None = None,
     shares: Runs | None = None,
 ) -> Steps[None]:
-    """Replace ``flat`` by ``scale * (op over all ranks)``. Uses ``tag`` and ``tag + 1``; lossy codecs four tags.
+    """Replace ``flat`` by ``scale * (op over all ranks)``, in the order of ranks in a node, then of nodes.
 
-    ``turns`` are the tickets of ``Layout.draw``; ``source`` is this rank's contribution, if it does not lie in
-    ``flat``; ``state`` is a codec's, of all of ``flat``; ``shares`` are the elements that each of this node's ranks
-    carries, if not equal parts.
-
-    Within a node nothing is encoded. The sum has the order of the ranks within a node, then that of the nodes.
+    Uses ``tag`` and ``tag + 1``; lossy codecs four tags. ``turns`` are the tickets of ``Layout.draw``; ``source`` is
+    this rank's contribution, if not in ``flat``; ``state`` is a codec's, of all of ``flat``; ``shares`` are the
+    elements that each of this node's ranks carries, if not equal parts. Within a node nothing is encoded.
     """
     staging = layout.staging
     if len(layout.nodes) == 1:

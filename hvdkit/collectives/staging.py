@@ -1,8 +1,7 @@
 """Staging: collectives of a node's ranks on tensors that lie anywhere, through chunks in memory that they share.
 
 A rank copies the data that others need into its slot, reduces its own share in rank order, and copies the others'
-results out of their slots: chunk by chunk, so that chunks stay in the cache. Between cores that share no cache, chunks
-go through memory, which is faster there: see ``choose_handover``.
+results out of their slots: chunk by chunk, in the cache, or between cores that share none through memory.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ SLOT_BYTES = 256 * 1024
 WHOLE_BYTES = 32 * 1024
 # From this size on the way of the handover matters, and a measurement of 1 to 2 us does not.
 MEASURED_BYTES = 256 * 1024
-# On an AMD EPYC, reading a line that another core had just written took 12 to 20 ns where the two cores shared a cache
-# and 60 to 100 ns where they did not. Without a shared cache, 100 MB took 33 ms through the caches and 22 ms through
-# memory; with one, 13 and 24 ms. The case changes while a job runs, as the system moves processes between cores.
+# On an AMD EPYC, reading a line that another core had just written took 12 to 20 ns where the two cores shared a cache,
+# else 60 to 100 ns. Without a shared cache, 100 MB took 33 ms through the caches and 22 ms through memory; with one, 13
+# and 24 ms. The case changes while a job runs, as the system moves processes between cores.
 FAR_SECONDS = 50e-9
 
 
@@ -45,7 +44,7 @@ class AreaQueue:
         self._drawn = 0
 
     def draw(self) -> int:
-        """Return the next ticket. All members draw in the same order, so tickets are drawn when operations start."""
+        """Return the next ticket. All members draw in the same order, when operations start."""
         self._drawn += 1
         return self._drawn - 1
 
@@ -94,8 +93,8 @@ def staging_bytes(ranks: int) -> int:
 class Staging:
     """The memory that the ranks ``members`` of a node (ranks of the transport, ascending) share for one group.
 
-    There are two areas, since the second half of an operation may come after a trip to other nodes, for which a later
-    operation's first half should not wait. They lie in ``window`` from ``begin`` on; ``wakeups`` are the members'.
+    Two areas lie in ``window`` from ``begin`` on: no operation's first half waits for another one's second half, which
+    may come after a trip to other nodes. ``wakeups`` are the members'.
     """
 
     def __init__(
@@ -149,12 +148,11 @@ class Staging:
 def choose_handover(nbytes: int, line_seconds: Sequence[float]) -> tuple[list[bool], str]:
     """Return for each member True if data for it is written past the cache, into memory; and the reason.
 
-    ``line_seconds``: for each member, the time of reading a line that it has just written, 0 if unknown. Members may
-    choose differently: the bits are the same.
+    ``line_seconds``: for each member, the time of reading a line that it has just written, 0 if unknown.
     """
-    slowest = max(line_seconds)
     if nbytes < MEASURED_BYTES:
         return [False] * len(line_seconds), f"less than {MEASURED_BYTES} bytes: handed over in the cache"
+    slowest = max(line_seconds)
     measured = f"a line that another rank wrote takes {1e9 * slowest:.0f} ns" if slowest else "not measured yet"
     far = [seconds > FAR_SECONDS for seconds in line_seconds]
     way = f"through memory, for {sum(far)} of {len(far) - 1} others to sum" if any(far) else "in the cache"

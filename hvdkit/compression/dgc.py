@@ -27,7 +27,7 @@ class DGC(TopK):
     Momentum correction: the velocity u = momentum * u + gradient is accumulated, not the gradient; momentum factor
     masking: the velocity of values that are sent becomes 0. So the optimizer itself must have no momentum, and small
     tensors are encoded as well. ``seed``, ``warmup_epochs``, ``steps_per_epoch``, ``feedback`` (which must be True),
-    ``compress`` and errors are those of Compression.topk, as is the warm-up.
+    ``compress`` and errors are those of Compression.topk.
 
     Args:
         ratio: the part of the values that is sent, above 0 and at most 1.
@@ -70,7 +70,7 @@ class DGC(TopK):
         return {RESIDUAL: 1.0 - self.momentum, VELOCITY: self.momentum}
 
     def prepare(self, values: Array, state: CodecState, ranks: int) -> None:
-        """Add the gradient to the velocity and that to the residual; keep of the gradient what is not finite."""
+        """Add the gradient to the velocity and that to the residual; leave of the gradient what is not finite."""
         residual, velocity = state.residual, state.arrays.get(VELOCITY)
         if residual is None or velocity is None:  # of a rank that has closed its plan and gives zeros
             return
@@ -85,12 +85,9 @@ class DGC(TopK):
 
     def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """Encode as top-k does; zero the velocity of values that are sent."""
-        velocity = state.arrays.get(VELOCITY)
         nbytes = super().encode_into(payload, values, state)
-        pairs = pairs_in(payload)
-        if velocity is not None and pairs is None:
-            velocity[np.isfinite(values)] = 0.0
-        elif velocity is not None and pairs is not None:
-            indices, picked = pairs
-            velocity[indices[np.isfinite(picked)]] = 0.0
+        if (velocity := state.arrays.get(VELOCITY)) is not None:
+            pairs = pairs_in(payload)
+            sent = np.isfinite(values) if pairs is None else pairs[0][np.isfinite(pairs[1])]
+            velocity[sent] = 0.0
         return nbytes

@@ -1,20 +1,23 @@
-"""The parents of lossy codecs, which send less than a sum, and checks of their arguments."""
+"""The parents of lossy codecs: of hvdkit's, which send payloads of bytes or sums of vectors, and of users' own.
+
+And checks of their arguments.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdkit import kernels
-from hvdkit.compression.codec import Array, Codec
+from hvdkit.compression.codec import Array, Bytes, Codec
 from hvdkit.compression.state import RESIDUAL, CodecState
 from hvdkit.kernels import Scale
 
 BETWEEN_NODES, EVERYWHERE = "between_nodes", "everywhere"
+LARGEST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +27,10 @@ class LossyCodec(Codec):
     With ``feedback``, the rest stays in the state's residual and is added to the next gradient
     (Seide et al., 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training
     of speech DNNs"; Karimireddy et al., 2019, "Error feedback fixes SignSGD and other gradient compression schemes").
-    ``compress`` says where: "between_nodes" (within a node gradients are summed where they lie, which costs less than
-    any codec), or "everywhere".
     """
 
     feedback: bool = True
-    compress: str = BETWEEN_NODES
+    compress: str = BETWEEN_NODES  # where a node's ranks sum where gradients lie, which costs less than any codec
 
     lossy: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
@@ -58,10 +59,7 @@ class LossyCodec(Codec):
 
     @abstractmethod
     def way(self, elements: int, ranks: int) -> tuple[str, str]:
-        """Return the way in which so many elements are summed over so many ranks, and the reason, alike on all ranks.
-
-        "two_phase" and "gather" are ways of payloads, "sums" is that of vectors; see ``collectives.compressed``.
-        """
+        """Return the way of ``collectives.compressed`` for so many elements and ranks, and why, alike on all ranks."""
 
     @abstractmethod
     def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
@@ -79,21 +77,149 @@ class LinearCodec(LossyCodec):
     def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
         """Replace ``values`` (flat float32) by ``scale`` times the approximation of their sum over all ranks.
 
-        Yields at most two flat float32 vectors, of lengths that all ranks know, which the caller replaces by their sums
-        over all ranks before it continues. ``state`` has the places of the tensors.
+        Yields at most two flat float32 vectors, of lengths that all ranks know, which the caller sums in place.
         """
 
     def way(self, elements: int, ranks: int) -> tuple[str, str]:
         return "sums", "vectors are summed"
 
 
-def as_float32(values: Array) -> Array:
-    """Return ``values`` in float32: themselves if they are."""
-    if values.dtype == np.float32:
-        return values
-    converted = np.empty(values.shape, dtype=np.float32)
-    kernels.convert_into(converted, values)
-    return converted
+@dataclass(frozen=True, kw_only=True)
+class PayloadCodec(LossyCodec):
+    """A codec of float32 gradients into payloads of bytes, which the receivers decode and sum in float32."""
+
+    fixed: ClassVar[bool] = True  # payloads of equally many elements have equally many bytes
+    sparse: ClassVar[bool] = False  # a part of the elements is sent as it is
+
+    def way(self, elements: int, ranks: int) -> tuple[str, str]:
+        if not self.sparse:  # a payload of a sum is as long as those of its operands, so two phases send the least
+            return "two_phase", "payloads are dense"
+        payload = self.sent_bytes(elements)
+        gather, two_phase = (ranks - 1) * payload, 2 * (ranks - 1) * payload // ranks
+        name = "gather" if gather <= two_phase else "two_phase"
+        return name, f"payloads of about {payload} bytes x {ranks} ranks: gather {gather}, two_phase {two_phase} bytes"
+
+    def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
+        return self.most_bytes(elements)
+
+    def usual_bytes(self, elements: int) -> int:
+        """Return the bytes of a payload of variable length that travel first; a longer one takes a second trip."""
+        return 0
+
+    @abstractmethod
+    def most_bytes(self, elements: int) -> int:
+        """Return the bytes of the largest payload of so many elements; of each payload if ``fixed``."""
+
+    @abstractmethod
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        """Write the payload of ``values`` plus residual, leave in the residual what it lacks, and return its bytes.
+
+        ``payload`` has ``most_bytes`` bytes, aligned to 64. For a value that is not finite, a decoded value near it is
+        not finite either, and the residual stays finite.
+        """
+
+    @abstractmethod
+    def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
+        """Compute ``out = scale * decoded``, or add it. Raises ValueError for a payload that no encoder wrote."""
+
+    def decode_sum_into(self, payloads: Sequence[Bytes], out: Array, scale: Scale) -> bool:
+        """True if ``out`` is ``scale * (sum of payloads, in order)`` now, with the bits of decoding one by one."""
+        return False
+
+
+class CustomCodec(PayloadCodec):
+    """The base class of codecs that users write: ``encode`` and ``decode``, and that is all.
+
+    Ranks compare codecs by the ``name`` of the class and, if it is a dataclass, its fields; a codec with parameters
+    elsewhere is refused. ``feedback``, ``compress`` and errors are those of Compression. ``largest_ratio`` of the class
+    is the largest ratio of a payload's bytes to the gradient's.
+
+    Examples:
+        >>> class Halves(hvd.CustomCodec):
+        ...     name = "halves"
+        ...     def encode(self, values):
+        ...         return values.astype(np.float16)
+        ...     def decode(self, payload, elements):
+        ...         return payload.view(np.float16).astype(np.float32)
+        >>> codec = Halves()
+        >>> codec.decode(codec.encode(np.ones(3, np.float32)).view(np.uint8), 3).tolist()
+        [1.0, 1.0, 1.0]
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, compression=codec)
+    """
+
+    fixed: ClassVar[bool] = False
+    largest_ratio: ClassVar[float] = 1.0
+
+    @abstractmethod
+    def encode(self, values: Array) -> Array:
+        """Encode values; you write it, and the example is that of CustomCodec.
+
+        Args:
+            values: of shape (elements,), float32, not to be changed.
+
+        Returns:
+            A payload, a flat array of any dtype.
+
+        Raises:
+            Exception: any; all ranks then get a HorovodInternalError that tells it, and the job cannot go on.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Bytes, elements: int) -> Array:
+        """Decode what some rank's ``encode`` returned; you write it, and the example is that of CustomCodec.
+
+        Args:
+            payload: the bytes, a flat array of uint8.
+            elements: how many values they stand for.
+
+        Returns:
+            The values, of shape (elements,), float32; for a value that was not finite, one that is not.
+
+        Raises:
+            Exception: as in ``encode``.
+        """
+
+    def most_bytes(self, elements: int) -> int:
+        return int(4 * elements * self.largest_ratio) + 1024  # for headers of the user's
+
+    def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
+        residual = state.residual
+        with np.errstate(all="ignore"):
+            total = values.copy() if residual is None else values + residual
+            encoded = np.ascontiguousarray(self.encode(total)).reshape(-1).view(np.uint8)
+            if encoded.nbytes > payload.nbytes:
+                raise TypeError(
+                    f"{self.summary}: encode returned {encoded.nbytes} bytes, more than the {payload.nbytes} that "
+                    "most_bytes allows\n"
+                    "HINT: set largest_ratio of the class to the most that a payload may have of the gradient's bytes."
+                )
+            payload[: encoded.nbytes] = encoded
+            if residual is not None:
+                lost = total - self._decoded(encoded, total.size)
+                np.copyto(residual, lost, where=np.isfinite(lost))
+        return encoded.nbytes
+
+    def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
+        with np.errstate(all="ignore"):
+            put(out, self._decoded(payload, out.size), scale, add)
+
+    def _decoded(self, payload: Bytes, elements: int) -> Array:
+        decoded = np.asarray(self.decode(payload, elements))
+        if decoded.shape != (elements,) or decoded.dtype != np.float32:
+            raise TypeError(
+                f"{self.summary}: decode must return {elements} values in a flat float32 array, "
+                f"got {decoded.dtype}{list(decoded.shape)}"
+            )
+        return decoded
+
+
+def put(out: Array, decoded: Array, scale: float, add: bool) -> None:
+    """Compute ``out = scale * decoded``, or ``out += scale * decoded``."""
+    with np.errstate(all="ignore"):
+        if add:
+            out += decoded * np.float32(scale)
+        else:
+            np.multiply(decoded, np.float32(scale), out=out)
 
 
 def check_flag(codec: str, argument: str, value: Any) -> None:
@@ -108,11 +234,6 @@ def check_integer(codec: str, argument: str, value: Any, least: int, most: int) 
         raise TypeError(f"Compression.{codec}: {argument} must be an integer, got {value!r}")
     if not least <= value <= most:
         raise ValueError(f"Compression.{codec}: {argument} must be from {least} to {most}, got {value}")
-
-
-def check_seed(codec: str, seed: Any) -> None:
-    """Raise TypeError or ValueError unless a seed is an integer of 32 bits."""
-    check_integer(codec, "seed", seed, 0, 2**32 - 1)
 
 
 def check_number(codec: str, argument: str, value: Any) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array
-from hvdkit.compression.lossy import LinearCodec, check_integer, check_seed
+from hvdkit.compression.lossy import LARGEST_SEED, LinearCodec, check_integer
 from hvdkit.compression.state import CodecState, Key
 from hvdkit.kernels import Scale
 
@@ -24,10 +24,10 @@ RIGHT = "right"
 class PowerSGD(LinearCodec):
     """The product of ``rank`` vectors as long as a column and as many as long as a row, by one step of power iteration.
 
-    A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel together, in two plain
-    sums: first the products of each matrix and the vectors of the step before (warm start), then its products with
-    these sums, made orthonormal. Tensors that this does not make smaller travel as they are, in the first sum. The
-    arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+    A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel in two plain sums: first
+    the products of each matrix and the vectors of the step before (warm start), then its products with these sums, made
+    orthonormal. Tensors that this does not make smaller travel as they are. ``feedback``, ``compress`` and errors are
+    those of Compression.
 
     Args:
         rank: the number of vectors that stand for a matrix, from 1 to 1024.
@@ -48,7 +48,7 @@ class PowerSGD(LinearCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(self.name, "rank", self.rank, 1, 1024)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
 
     def vectors(self, rows: int, cols: int) -> int:
         """Return the number of vectors that stand for a matrix; 0 where they would not be smaller."""
@@ -79,14 +79,12 @@ class PowerSGD(LinearCodec):
 
     @staticmethod
     def key(state: CodecState, begin: int, rows: int, cols: int) -> Key:
-        """Return the key of a matrix's vectors in the state."""
         return RIGHT, state.begin + begin, state.begin + begin + rows * cols
 
     def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
         """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, in ``rank`` vectors.
 
-        The residual is this rank's matrix beyond the vectors that all ranks agreed on. Where any rank's gradient is not
-        finite, the tensor becomes NaN on all ranks, and all keep their state, but for rounding.
+        Where any rank's gradient is not finite, the tensor becomes NaN on all ranks, which keep their state.
         """
         first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(state.matrices()))
         matrices = self._matrices(values, state, first, second)
@@ -96,8 +94,9 @@ class PowerSGD(LinearCodec):
         finite = [bool(np.isfinite(matrix.left).all()) for matrix in matrices]
         for matrix, is_finite in zip(matrices, finite, strict=True):
             if matrix.is_product and is_finite:
+                total = matrix.values if matrix.residual is None else matrix.residual
                 kernels.orthonormalise(matrix.left, matrix.rows)
-                kernels.project_back_into(matrix.right, matrix.total, matrix.left, matrix.rows, matrix.cols)
+                kernels.project_back_into(matrix.right, total, matrix.left, matrix.rows, matrix.cols)
             else:
                 matrix.right[...] = 0.0
         rights = [matrix.right.copy() for matrix in matrices]
@@ -110,14 +109,12 @@ class PowerSGD(LinearCodec):
 
     def _matrices(self, values: Array, state: CodecState, first: Array, second: Array) -> list[_Matrix]:
         matrices = []
-        left = right = 0
         for begin, rows, cols in state.matrices():
-            count, elements = self.vectors(rows, cols), slice(begin, begin + rows * cols)
-            lefts, rights = (count * rows if count else rows * cols), count * cols
+            elements = slice(begin, begin + rows * cols)
             residual = None if state.residual is None else state.residual[elements]
-            sent = first[left : left + lefts], second[right : right + rights]
-            matrices.append(_Matrix(values[elements], residual, rows, cols, *sent, begin))
-            left, right = left + lefts, right + rights
+            lefts, rights = self.sent_elements([(begin, rows, cols)])
+            matrices.append(_Matrix(values[elements], residual, rows, cols, first[:lefts], second[:rights], begin))
+            first, second = first[lefts:], second[rights:]
         return matrices
 
     def _project(self, matrix: _Matrix, state: CodecState) -> None:
@@ -147,9 +144,8 @@ class PowerSGD(LinearCodec):
         if matrix.residual is not None:
             kernels.reconstruct_into(None, matrix.residual, matrix.left, own, rows, cols)
         factor = scale.as_factor()
-        kernels.reconstruct_into(
-            matrix.values, None, matrix.left, matrix.right, rows, cols, 1.0 if factor is None else factor
-        )
+        sent = 1.0 if factor is None else factor
+        kernels.reconstruct_into(matrix.values, None, matrix.left, matrix.right, rows, cols, sent)
         if factor is None:
             kernels.scale_into(matrix.values, matrix.values, scale)
         state.shared.vectors[self.key(state, matrix.begin, rows, cols)] = matrix.right.copy()
@@ -160,18 +156,13 @@ class _Matrix:
     """A tensor under way. ``left`` and ``right`` are its parts of the two sums, ``left`` all of it without vectors."""
 
     values: Array  # this rank's gradient, then the result
-    residual: Array | None  # includes the gradient while it is under way, if that is finite
+    residual: Array | None  # while under way, with the gradient if that is finite
     rows: int
     cols: int
     left: Array
     right: Array
     begin: int
     finite: bool = True  # this rank's gradient is
-
-    @property
-    def total(self) -> Array:
-        """The gradient plus the residual, which the vectors approximate."""
-        return self.values if self.residual is None else self.residual
 
     @property
     def is_product(self) -> bool:

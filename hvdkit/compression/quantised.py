@@ -9,8 +9,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.lossy import check_flag, check_integer, check_seed
-from hvdkit.compression.payload import PayloadCodec
+from hvdkit.compression.lossy import LARGEST_SEED, PayloadCodec, check_flag, check_integer
 from hvdkit.compression.state import CodecState
 
 
@@ -55,7 +54,7 @@ class _Quantised(_Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flag(self.name, "stochastic", self.stochastic)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
 
     def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         scales, codes = self._split(payload, values.size)
@@ -73,8 +72,8 @@ class _Quantised(_Blocks):
 class Int8(_Quantised):
     """A quarter of float32's bytes: 8 bits for each value, L = 127.
 
-    Values are multiples of a step, which is their block's largest magnitude / L; they are rounded to nearest even. The
-    arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+    Values are multiples of a step, which is their block's largest magnitude / L; they are rounded to nearest even.
+    ``feedback``, ``compress`` and errors are those of Compression.
 
     Args:
         block: how many values have a scale in common, a multiple of 16.
@@ -110,8 +109,8 @@ class Int4(_Quantised):
 class OneBit(_Blocks):
     """A thirty-second of float32's bytes: each value's sign, times the mean magnitude of its block.
 
-    Seide et al., 2014; with the scale of Karimireddy et al., 2019 (see PayloadCodec). The arguments ``feedback`` and
-    ``compress`` are those of Compression, as are errors.
+    Seide et al., 2014; with the scale of Karimireddy et al., 2019 (see LossyCodec). ``feedback``, ``compress`` and
+    errors are those of Compression.
 
     Args:
         block: how many values have a scale in common, a multiple of 512.

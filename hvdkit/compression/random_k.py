@@ -8,8 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.lossy import check_ratio, check_seed
-from hvdkit.compression.payload import PayloadCodec
+from hvdkit.compression.lossy import LARGEST_SEED, PayloadCodec, check_integer, check_ratio
 from hvdkit.compression.state import CodecState
 
 
@@ -19,7 +18,7 @@ class RandomK(PayloadCodec):
 
     Stich et al., 2018, "Sparsified SGD with memory", with an index in each stratum. Values are sent as they are,
     not multiplied by 1 / ``ratio``. A value that gathered for 1 / ``ratio`` steps is sent at once, so that small ratios
-    want small learning rates. The arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+    want small learning rates. ``feedback``, ``compress`` and errors are those of Compression.
 
     Args:
         ratio: the part of the values that is sent, above 0 and at most 1.
@@ -37,7 +36,7 @@ class RandomK(PayloadCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.name, self.ratio)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
 
     def _count(self, elements: int) -> int:
         return min(elements, max(1, round(elements * self.ratio)))

@@ -14,8 +14,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array, Bytes
-from hvdkit.compression.lossy import check_integer, check_number, check_ratio, check_seed
-from hvdkit.compression.payload import PayloadCodec, put
+from hvdkit.compression.lossy import LARGEST_SEED, PayloadCodec, check_integer, check_number, check_ratio, put
 from hvdkit.compression.state import CodecState
 from hvdkit.kernels import Scale
 
@@ -25,14 +24,12 @@ _PAIRS, _ALL = 0x50414952, 0x414C4C20
 FEWEST, MOST = 0.8, 1.25
 USUAL = 1.1
 RETRIES = 2
-# Values of a sample above the threshold: 400 make the number of selected values right to 5% (1 / sqrt(400)).
-SAMPLED_ABOVE = 400
+SAMPLED_ABOVE = 400  # values of a sample above the threshold, for the number of selected values to be right to 5%
 SMALLEST_SAMPLE = 1 << 14
-# The power with which a carried threshold follows the number of selected values: small, since the residual was cut off
-# at the threshold, so that a step that sent too many values is followed by a step with fewer.
+# The power with which a carried threshold follows the number of selected values: small, since a step that sends too
+# many values leaves a smaller residual, so that the next step selects fewer.
 FOLLOW = 0.03
-# Steps with samples after a carried threshold has failed: a sample costs a tenth of a pass.
-SAMPLED_STEPS = 8
+SAMPLED_STEPS = 8  # after a carried threshold has failed: a sample costs a tenth of a pass
 THRESHOLD, DISTRUST = "threshold", "distrust"
 # The ratio of the first epoch of a warm-up: Lin et al. send 25%, 6.25%, 1.5625%, 0.4% and then 0.1%.
 FIRST_RATIO = 0.25
@@ -66,25 +63,20 @@ def room_for_pairs(payload: Bytes, capacity: int) -> tuple[Array, Array]:
     return payload[_HEAD:middle].view(np.uint32), payload[middle:end].view(np.float32)
 
 
-def pairs_in(payload: Bytes) -> tuple[Array, Array] | None:
-    """Return the indices and values of a payload of this rank; None if it has all values."""
-    mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
-    return None if mode == _ALL else room_for_pairs(payload, count)
+def pairs_in(payload: Bytes, received: int | None = None) -> tuple[Array, Array] | None:
+    """Return the indices and values of a payload; None if it has all values.
 
-
-def _checked_pairs(payload: Bytes, elements: int) -> tuple[Array, Array] | None:
-    """Return the indices and values of a received payload, None if it has all values. Raises ValueError."""
+    Raises ValueError for one, ``received`` and of so many elements, that no encoder wrote.
+    """
     if payload.nbytes < _HEAD:
         raise ValueError(f"expected at least {_HEAD} bytes, got {payload.nbytes}")
     mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
-    body = payload[_HEAD:]
-    if mode == _ALL:
-        if body.nbytes != 4 * elements:
-            raise ValueError(f"expected {4 * elements} bytes of values, got {body.nbytes}")
-        return None
-    if mode != _PAIRS or body.nbytes != 8 * count:
-        raise ValueError(f"expected {count} pairs of 8 bytes, got {body.nbytes} bytes of mode {mode:#x}")
-    return body[: 4 * count].view(np.uint32), body[4 * count :].view(np.float32)
+    nbytes = payload.nbytes - _HEAD
+    if received is not None and mode == _ALL and nbytes != 4 * received:
+        raise ValueError(f"expected {4 * received} bytes of values, got {nbytes}")
+    if received is not None and mode != _ALL and (mode != _PAIRS or nbytes != 8 * count):
+        raise ValueError(f"expected {count} pairs of 8 bytes, got {nbytes} bytes of mode {mode:#x}")
+    return None if mode == _ALL else room_for_pairs(payload, count)
 
 
 def emit_odd(indices: Array, picked: Array, values: Array, residual: Array | None, emitted: int) -> bool:
@@ -122,7 +114,7 @@ class _Sparse(PayloadCodec):
         return _HEAD + 4 * elements  # all values, or as many pairs as fit
 
     def decode_into(self, payload: Bytes, out: Array, scale: float, add: bool) -> None:
-        pairs = _checked_pairs(payload, out.size)
+        pairs = pairs_in(payload, out.size)
         if pairs is None:
             put(out, payload[_HEAD:].view(np.float32), scale, add)
         elif add:
@@ -132,7 +124,7 @@ class _Sparse(PayloadCodec):
 
     def decode_sum_into(self, payloads: Sequence[Bytes], out: Array, scale: Scale) -> bool:
         try:
-            pairs = [_checked_pairs(payload, out.size) for payload in payloads]
+            pairs = [pairs_in(payload, out.size) for payload in payloads]
             if None in pairs:
                 return False
             indices, values = zip(*(pair for pair in pairs if pair is not None), strict=True)
@@ -149,8 +141,8 @@ class TopK(_Sparse):
     They lie above a threshold (Aji and Heafield, 2017, "Sparse communication for distributed gradient descent"), which
     is carried over from step to step, and taken from a sample of the values when it selects too few or too many.
     Warm-up (Lin et al., 2018): in the first ``warmup_epochs`` times ``steps_per_epoch`` steps, more is sent: 25% in the
-    first epoch, then a constant factor less in each until ``ratio``. The arguments ``feedback`` and ``compress`` are
-    those of Compression, as are errors.
+    first epoch, then a constant factor less in each until ``ratio``. ``feedback``, ``compress`` and errors are those of
+    Compression.
 
     Args:
         ratio: the part of the values that is sent, above 0 and at most 1.
@@ -178,7 +170,7 @@ class TopK(_Sparse):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.name, self.ratio)
-        check_seed(self.name, self.seed)
+        check_integer(self.name, "seed", self.seed, 0, LARGEST_SEED)
         check_integer(self.name, "warmup_epochs", self.warmup_epochs, 0, 10**6)
         check_integer(self.name, "steps_per_epoch", self.steps_per_epoch, 1, 10**9)
 
@@ -201,17 +193,11 @@ class TopK(_Sparse):
 
     def encode_into(self, payload: Bytes, values: Array, state: CodecState) -> int:
         """Write pairs in one pass where the carried threshold fits; each retry takes a sample and another pass."""
-        residual = state.residual
-        capacity = max(1, int(MOST * self._wanted(values.size, state)))
+        residual, wanted = state.residual, self._wanted(values.size, state)
+        capacity = max(1, int(MOST * wanted))
         if 2 * capacity >= values.size:
             return write_all(payload, values, residual)
-        return self._select(payload, values, residual, capacity, state)
-
-    def _select(
-        self, payload: Bytes, values: Array | None, residual: Array | None, capacity: int, state: CodecState
-    ) -> int:
-        """Write the pairs of values plus residual; return their bytes."""
-        wanted = self._wanted(state.elements, state)
+        unselected: Array | None = values  # None where the residual has them
         indices, picked = room_for_pairs(payload, capacity)
         recalled, distrust = state.recall(THRESHOLD), state.recall(DISTRUST) or 0.0
         carried = recalled is not None and distrust == 0.0
@@ -220,16 +206,16 @@ class TopK(_Sparse):
                 threshold = recalled
             else:
                 seed = (self.seed + 31 * state.turn + 7 * attempt + state.begin) % 2**32
-                threshold = estimate(values, residual, wanted, seed)
-            emitted, above = kernels.select_into(indices, picked, values, residual, threshold)
-            if above > emitted and values is not None and emit_odd(indices, picked, values, residual, emitted):
+                threshold = estimate(unselected, residual, wanted, seed)
+            emitted, above = kernels.select_into(indices, picked, unselected, residual, threshold)
+            if above > emitted and unselected is not None and emit_odd(indices, picked, values, residual, emitted):
                 break
             fits = FEWEST * wanted <= above <= MOST * wanted or (threshold == 0.0 and above <= capacity)
             if fits or attempt == RETRIES or not np.isfinite(picked[:emitted]).all():
                 break
             if residual is not None:  # it has all values now but the emitted ones
                 residual[indices[:emitted]] = picked[:emitted]
-                values = None
+                unselected = None
         state.keep(DISTRUST, SAMPLED_STEPS if carried and attempt else max(0.0, distrust - 1.0))
         if threshold > 0.0 and above:
             state.keep(THRESHOLD, min(_LARGEST, threshold * (above / wanted) ** FOLLOW))
@@ -240,7 +226,7 @@ class TopK(_Sparse):
 class Threshold(_Sparse):
     """The values whose magnitude is above ``threshold``; all, where that is more than half of them.
 
-    The arguments ``feedback`` and ``compress`` are those of Compression, as are errors.
+    ``feedback``, ``compress`` and errors are those of Compression.
 
     Args:
         threshold: in the unit of the gradients, 0 or more.
@@ -265,11 +251,10 @@ class Threshold(_Sparse):
         emitted, above = kernels.select_into(indices, picked, values, residual, self.threshold)
         if above == emitted:
             return write_pairs(payload, emitted, capacity)
-        if residual is None:
-            return write_all(payload, values, None)
-        # The emitted values go back, and all values are sent.
-        finite = np.isfinite(picked[:emitted])
-        residual[indices[:emitted][finite]] = picked[:emitted][finite]
-        everything = np.where(np.isfinite(values), residual, values)
-        residual[np.isfinite(values)] = 0.0
-        return write_all(payload, everything, None)
+        if residual is not None:  # the emitted values go back, and all values are sent
+            finite = np.isfinite(picked[:emitted])
+            residual[indices[:emitted][finite]] = picked[:emitted][finite]
+            finite = np.isfinite(values)
+            values = np.where(finite, residual, values)
+            residual[finite] = 0.0
+        return write_all(payload, values, None)

@@ -26,11 +26,8 @@ class Tally:
     decode_seconds: float = 0.0
 
     def add(self, other: Tally, part: float = 1.0) -> None:
-        """Add a part of another tally."""
-        self.bytes_before += part * other.bytes_before
-        self.bytes_after += part * other.bytes_after
-        self.encode_seconds += part * other.encode_seconds
-        self.decode_seconds += part * other.decode_seconds
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + part * value)
 
 
 @dataclass
@@ -44,10 +41,7 @@ class CommonState:
 
 
 class CodecState:
-    """The state of ``elements`` elements of a bucket.
-
-    ``kinds`` names its arrays: float32, zeros at first. Pages that nobody writes take no memory.
-    """
+    """The state of ``elements`` elements of a bucket. ``kinds`` names its arrays: float32, zeros at first."""
 
     def __init__(self, elements: int, kinds: Iterable[str] = ()) -> None:
         self.elements = elements
@@ -68,7 +62,6 @@ class CodecState:
 
     @property
     def residual(self) -> Array | None:
-        """The residual of these elements; None for a codec without feedback."""
         return self.arrays.get(RESIDUAL)
 
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -77,9 +70,7 @@ class CodecState:
         return [(at - self.begin, rows, cols) for at, rows, cols in self.shared.matrices if self.begin <= at < end]
 
     def recall(self, name: str) -> float | None:
-        """Return the number that was kept for exactly these elements."""
         return self.shared.numbers.get((name, self.begin, self.begin + self.elements))
 
     def keep(self, name: str, number: float) -> None:
-        """Keep a number for these elements."""
         self.shared.numbers[name, self.begin, self.begin + self.elements] = number

@@ -11,7 +11,6 @@ from hvdkit.torch.basics import cuda_built, gloo_built, init, nccl_built, rocm_b
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.data_parallel.hook import DDPHook, ddp_hook
 from hvdkit.torch.gradients.compression_state import merge_state_dicts
-from hvdkit.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdkit.torch.ops.allreduce import (
     allreduce,
     allreduce_,
@@ -22,8 +21,15 @@ from hvdkit.torch.ops.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from hvdkit.torch.ops.alltoall import alltoall, alltoall_async
 from hvdkit.torch.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from hvdkit.torch.ops.gather import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from hvdkit.torch.ops.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -47,51 +53,12 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    *_common.__all__,
-    "Adasum",
-    "Compression",
-    "DDPHook",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "Product",
-    "SyncBatchNorm",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "cuda_built",
-    "ddp_hook",
-    "gloo_built",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "join",
-    "merge_state_dicts",
-    "nccl_built",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "rocm_built",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+    *_common.__all__, "Adasum", "Compression", "DDPHook", "DistributedOptimizer", "Max", "Min", "Product",
+    "SyncBatchNorm", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
+    "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "cuda_built",
+    "ddp_hook", "gloo_built", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
+    "init", "join", "merge_state_dicts", "nccl_built", "poll", "reducescatter", "reducescatter_async", "rocm_built",
+    "sparse_allreduce_async", "synchronize",
+]  # fmt: skip

@@ -43,18 +43,7 @@ class BF16Compressor(FP16Compressor):
 
 
 class Compression(Compressions):
-    """Codecs for ``compression=``: the encodings in which gradients travel.
-
-    ``none``, ``fp16`` and ``bf16`` have no parameters. ``int8``, ``int4``, ``onebit``, ``topk``, ``threshold``,
-    ``randomk``, ``dgc`` and ``powersgd`` are passed as they are or called with parameters; all of these take
-    ``feedback`` (True: the part that a step does not send is kept and sent later) and ``compress`` ("between_nodes":
-    the ranks of a node sum densely; or "everywhere"). They do Average and Sum of floating dtypes, of any shape. Raises
-    ValueError or TypeError for wrong parameters.
-
-    Examples:
-        >>> hvd.Compression.topk(ratio=0.01).summary
-        "topk(feedback=True, compress='between_nodes', ratio=0.01, seed=0, warmup_epochs=0, steps_per_epoch=1)"
-    """
+    __doc__ = Compressions.__doc__
 
     fp16 = FP16Compressor
     bf16 = BF16Compressor

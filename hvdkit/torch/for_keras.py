@@ -35,15 +35,14 @@ COMPUTED_TWICE = (
 class TrainStepHooks(ParameterHooks):
     """Hooks that hand gradients over during the backward pass of Keras's own ``train_step``: from begin() to end().
 
-    A backward pass is watched before the next one hands over. If it completes a gradient twice, as nested backward
-    passes do, the next one hands nothing over. Other optimizers may have hooks on the same parameters.
+    A pass hands over only if the pass before completed each gradient once; nested passes complete gradients twice.
+    Other optimizers may have hooks on the same parameters.
     """
 
     def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
         super().__init__(complete, name_of)
         self._completions: dict[int, int] = {}  # by parameter id, since begin()
-        self._is_open = False  # between begin() and end()
-        self._hands_over = False
+        self._is_open = self._hands_over = False  # True between begin() and end()
         self._completes_once = False  # the last watched pass completed each gradient once
         self._was_wrong = False  # a pass that handed over completed a gradient twice
         self.touched = False  # a gradient was handed over since reset()
@@ -65,11 +64,8 @@ class TrainStepHooks(ParameterHooks):
         """Begin a backward pass, which alone runs until ``end()``."""
         self._completions.clear()
         self._is_open = True
-        self._hands_over = (
-            self._completes_once
-            and not self._was_wrong
-            and all(_is_last(handle) for handle, _ in self._handles.values())
-        )
+        may_hand_over = self._completes_once and not self._was_wrong
+        self._hands_over = may_hand_over and all(_is_last(handle) for handle, _ in self._handles.values())
 
     def end(self) -> None:
         """End a backward pass, and remember whether it completed each gradient once."""
@@ -98,10 +94,8 @@ class TrainStepHooks(ParameterHooks):
 
 def _is_last(handle: RemovableHandle) -> bool:
     """True if no hook of the user's runs after hvdkit's on a parameter, and so sees or changes what it handed over."""
-    hooks: Any = handle.hooks_dict_ref() or {}
-    keys = list(hooks)
-    later = keys[keys.index(handle.id) + 1 :] if handle.id in hooks else []
-    return all(is_of(hooks[key], TrainStepHooks) for key in later)
+    hooks: Any = handle.hooks_dict_ref() or {}  # by ids, which ascend
+    return all(is_of(hook, TrainStepHooks) for key, hook in hooks.items() if handle.id in hooks and key > handle.id)
 
 
 class _ParameterGroups:
@@ -114,19 +108,16 @@ class _ParameterGroups:
 class _KerasSynchronizer(GradientSynchronizer):
     """The synchronizer of a Keras optimizer, whose gradients are complete only when ``apply`` has them.
 
-    Backward passes may reach the parameters of other models, be several in a step, and be followed by changes of
-    gradients; several optimizers may have the same parameters. Only the lane takes gradients before ``apply``, and only
-    from Keras's own ``train_step``.
+    Only the lane takes gradients before ``apply``, since an operation by name cannot be abandoned, and only from
+    Keras's own ``train_step``: other passes may reach parameters of other models, and gradients may change afterwards.
     """
 
     def _new_hooks(self) -> TrainStepHooks:
         return TrainStepHooks(self._hand_over, self.name_of)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
-        # Only to the lane: an operation by name cannot be abandoned.
         planned = None if self._agreement is None else self._agreement.planned
-        index = None if planned is None else planned.index.get(id(parameter))
-        if planned is not None and index is not None:
+        if planned is not None and (index := planned.index.get(id(parameter))) is not None:
             planned.hand_over(index)
 
     def begin_backward(self, local: Collection[int]) -> None:
@@ -155,32 +146,24 @@ class TorchGradients(backends.OptimizerGradients):
         self._synchronizer: _KerasSynchronizer | None = None
 
     def begin_backward(self, local: Collection[Any]) -> None:
-        """See OptimizerGradients."""
         if self._synchronizer is not None:
             self._synchronizer.begin_backward({id(variable.value) for variable in local})
 
     def end_backward(self) -> None:
-        """See OptimizerGradients."""
         if self._synchronizer is not None:
             self._synchronizer.end_backward()
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
-        """See OptimizerGradients."""
         settings = self._settings
         if self._synchronizer is not None:
             self._synchronizer.hooks.end()
         size = settings.process_set.size() if settings.process_set.included() else 1
         results = list(gradients)
-        indices = []
-        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is None:
-                continue
-            if id(variable) not in local:
-                indices.append(index)
-            elif settings.scale_local_gradients:
-                results[index] = gradient / size
-            else:  # a copy: if the variable became local after the last step, the plan may reduce the gradient again
-                results[index] = gradient.clone()
+        indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        for index in [index for index in indices if id(variables[index]) in local]:
+            indices.remove(index)
+            # A copy: if the variable became local after the last step, the plan may reduce the gradient again.
+            results[index] = results[index] / size if settings.scale_local_gradients else results[index].clone()
         if size == 1 or not indices:
             return results
         parameters = [variables[index].value for index in indices]
@@ -203,23 +186,22 @@ class TorchGradients(backends.OptimizerGradients):
         return results
 
     def _new_synchronizer(self, variables: Sequence[Any]) -> _KerasSynchronizer:
-        settings, groups = self._settings, self._settings.groups
+        groups = self._settings.groups
         if isinstance(groups, list):
             groups = [[variable.value for variable in group] for group in groups]
         names = names_of(variables, use_generic_names=False)
-        named = list(zip(names, [variable.value for variable in variables], strict=True))
+        named = [(name, variable.value) for name, variable in zip(names, variables, strict=True)]
         # DistributedStep adds up several passes before.
-        own = settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
+        own = self._settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
         synchronizer = _KerasSynchronizer(self._parameters, own)  # type: ignore[arg-type]  # uses its param_groups only
-        synchronizer.verification = OptimizerVerification(settings.process_set, BROADCAST)
+        synchronizer.verification = OptimizerVerification(own.process_set, BROADCAST)
         return synchronizer
 
 
 @torch.no_grad()
 def _broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     # Named by position: if one rank loaded the model, the paths of its variables differ.
-    named = [(f"variables[{index}]", variable.value.data) for index, variable in enumerate(variables)]
-    broadcast_tensors(named, root_rank)
+    broadcast_tensors([(f"variables[{index}]", each.value.data) for index, each in enumerate(variables)], root_rank)
 
 
 # PyTorch does not translate functions, and runs operations in the order in which they are written.

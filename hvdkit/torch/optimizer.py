@@ -64,8 +64,7 @@ def DistributedOptimizer(
         process_set: the ranks that take part; on other ranks the optimizer is an ordinary one.
         overlap_forward: has no effect any more.
         name: what this optimizer is called in errors and in the timeline, its class otherwise. Optimizers of the ranks
-            belong together by their names and, where several have one name, by the order in which they were made. So
-            optimizers that are made in several threads need names of their own, the same on all ranks.
+            belong together by name and order of creation, so those that several threads make need different names.
 
     Returns:
         The optimizer to use in the place of ``optimizer``. Gradients and parameters keep their shapes and dtypes.
@@ -92,15 +91,14 @@ def DistributedOptimizer(
         >>> with optimizer.skip_synchronize():
         ...     optimizer.step()
     """
+    function = "DistributedOptimizer"
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"DistributedOptimizer: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
+        raise TypeError(f"{function}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if is_distributed(optimizer):
-        raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
-    check_name("DistributedOptimizer", name)
+        raise ValueError(f"{function}: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
+    check_name(function, name)
     settings = check_settings(
-        "DistributedOptimizer",
+        function,
         op=op,
         compression=compression,
         gradient_predivide_factor=gradient_predivide_factor,
@@ -111,14 +109,13 @@ def DistributedOptimizer(
         backward_passes_per_step=backward_passes_per_step,
         title=name or type(optimizer).__name__,
         members="torch.Tensor",
-        is_member=lambda member: isinstance(member, torch.Tensor),
+        is_member=torch.is_tensor,
     )
     if overlap_forward:
         warn_of_overlap_forward()
     names = check_names(named_parameters, optimizer.param_groups)
-    alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
-    op = ReduceOp.AVERAGE if alone else settings.op
-    chosen = settings.as_kind(OptimizerSettings, op=op, names=names)
+    is_alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
+    chosen = settings.as_kind(OptimizerSettings, op=ReduceOp.AVERAGE if is_alone else settings.op, names=names)
     if runtime.is_initialized() and not runtime.is_forked():
         chosen.label(runtime.engine())  # now: the order of first steps may be another on each rank
     wrapped: Optimizer = wrap(optimizer, chosen)

@@ -13,17 +13,14 @@ from hvdkit.torch.ops.broadcast import broadcast_async_
 from hvdkit.torch.ops.framework import MOVABLE_DTYPES, resolved
 from hvdkit.torch.ops.sync import synchronize
 
-_EXTRA_STATE = "_extra_state"
-
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Give all ranks the root's values of ``params``, in place.
 
     Args:
-        params: ``model.state_dict()`` or another dict of tensors, ``model.named_parameters()`` or another iterable of
-            (name, tensor), or an iterable of tensors, of equal names, shapes and dtypes on all ranks. Tensors may be
-            frozen, not contiguous, expanded, and of any dense dtype. A module's ``_extra_state`` that is no tensor, and
-            None, are left out.
+        params: a dict of tensors such as ``model.state_dict()``, or an iterable of tensors or of (name, tensor), of
+            equal names, shapes and dtypes on all ranks. Tensors may be frozen, not contiguous, expanded, and of any
+            dense dtype. A module's ``_extra_state`` that is no tensor, and None, are left out.
         root_rank: the rank whose values all ranks get.
 
     Raises:
@@ -36,10 +33,6 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         >>> model.weight.data
         tensor([[1., 1.]])
     """
-    broadcast_tensors(_named_tensors(params), root_rank)
-
-
-def _named_tensors(params: Any) -> list[tuple[str | None, Tensor]]:
     if isinstance(params, Mapping):
         entries: list[Any] = sorted(params.items(), key=lambda item: str(item[0]))
     elif isinstance(params, Iterable) and not isinstance(params, (Tensor, str)):
@@ -53,20 +46,27 @@ def _named_tensors(params: Any) -> list[tuple[str | None, Tensor]]:
     for name, value in entries:
         if isinstance(value, Tensor):
             named.append((None if name is None else str(name), value))
-        elif value is not None and not str(name).endswith(_EXTRA_STATE):
+        elif value is not None and not str(name).endswith("_extra_state"):
             raise TypeError(
                 f"broadcast_parameters: params[{name!r}] must be a torch.Tensor, got {type(value).__name__}\n"
                 "HINT: broadcast_optimizer_state() takes optimizers, broadcast_object() any other object."
             )
-    return named
+    broadcast_tensors(named, root_rank)
 
 
 def broadcast_tensors(named: Iterable[tuple[str | None, Tensor]], root_rank: int) -> None:
     """Broadcast (name, tensor) pairs in place; an error is raised after all have ended."""
     started = []
     for name, tensor in named:
-        _check_dense(name, tensor)
-        elements = _own_elements(tensor.detach())
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise ValueError(
+                f"broadcast_parameters: params[{name!r}] must be a dense tensor with data, got {tensor.layout}, "
+                f"{tensor.dtype} on {tensor.device}\nHINT: use broadcast_object()."
+            )
+        elements = tensor.detach()
+        for dimension, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and length > 1:  # ``expand`` repeated elements, each of which is sent once
+                elements = elements.narrow(dimension, 0, 1)
         # A dtype that the engine does not know (float8, ...) travels as a flat copy of its bytes.
         is_known = elements.dtype in MOVABLE_DTYPES
         sent = elements if is_known else resolved(elements).reshape(-1).clone().view(torch.uint8)
@@ -82,19 +82,3 @@ def broadcast_tensors(named: Iterable[tuple[str | None, Tensor]], root_rank: int
             elements.copy_(sent.view(elements.dtype).reshape(elements.shape))
     if failure is not None:
         raise failure
-
-
-def _check_dense(name: str | None, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ValueError(
-            f"broadcast_parameters: params[{name!r}] must be a dense tensor with data, got {tensor.layout}, "
-            f"{tensor.dtype} on {tensor.device}\nHINT: use broadcast_object()."
-        )
-
-
-def _own_elements(tensor: Tensor) -> Tensor:
-    """Return a view without the repetitions that ``expand`` made: it has each element in memory once."""
-    for dimension, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and length > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor

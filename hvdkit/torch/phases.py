@@ -21,8 +21,7 @@ _engine: Any = torch.autograd.Variable._execution_engine
 class Phases:
     """Marks the passes of the thread that steps, from now until ``end()``.
 
-    A forward pass is that of a module which no other one calls. A backward pass begins when the gradient of what such a
-    module returned is known, and ends when autograd is through.
+    A forward pass is that of a module which no other one calls, a backward pass that from such a module's output.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
@@ -32,10 +31,8 @@ class Phases:
         # The hooks on all modules may be called an extra time.
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         self._backward: dict[int, float] = {}  # when passes began, by autograd's number of each
-        self._handles = [
-            register_module_forward_pre_hook(self._before_forward),
-            register_module_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._handles = [register_module_forward_pre_hook(self._before_forward)]
+        self._handles.append(register_module_forward_hook(self._after_forward, always_call=True))
 
     def step(self) -> None:
         """This thread steps: it is in no forward pass, whatever ended the last one."""
@@ -65,17 +62,13 @@ class Phases:
         trains = torch.is_grad_enabled()
         activity = "FORWARD" if trains else "FORWARD_WITHOUT_GRADIENTS"
         timeline.span(COMPUTATION, activity, self._began, perf_counter(), module=type(module).__name__)
-        if (
-            not trains
-            or torch._C._get_tracing_state() is not None
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        is_traced = torch._C._get_tracing_state() is not None
+        if not trains or is_traced or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                hooks = leaf._backward_hooks
-                if not hooks or self._in_backward not in hooks.values():  # a module may return what it was given
-                    leaf.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+            is_computed = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+            if is_computed and self._in_backward not in (leaf._backward_hooks or {}).values():  # it may be an input
+                leaf.register_hook(self._in_backward)
 
     @unserializable_hook  # type: ignore[untyped-decorator]  # nobody needs to be told that it is not saved with the tensor
     def _in_backward(self, _: torch.Tensor) -> None:
@@ -85,8 +78,7 @@ class Phases:
         self._backward[task] = perf_counter()
 
         def after_backward() -> None:
-            began, timeline = self._backward.pop(task, None), self.telemetry.timeline
-            if began is not None and timeline is not None:
+            if (began := self._backward.pop(task, None)) is not None and (timeline := self.telemetry.timeline):
                 timeline.span(COMPUTATION, "BACKWARD", began, perf_counter())
 
         _engine.queue_callback(after_backward)
@@ -102,7 +94,6 @@ def follow(telemetry: Telemetry) -> None:
     if _phases is not None and not (records and _phases.telemetry is telemetry):
         _phases.end()
         _phases = None
-    if records and _phases is None:
-        _phases = Phases(telemetry)
-    if _phases is not None:
+    if records:
+        _phases = _phases or Phases(telemetry)
         _phases.step()

@@ -12,18 +12,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdkit.api.job import Sum, size
 from hvdkit.engine.ops.hints import STATISTICS
-from hvdkit.torch.ops.allgather import allgather
 from hvdkit.torch.ops.allreduce import allreduce
 from hvdkit.torch.ops.framework import apply
+from hvdkit.torch.ops.gather import allgather
 
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of inputs of shape (N, C, ...) with statistics of all ranks' batches, on CPU and GPU.
 
-    Batches may differ in size between ranks and be empty on some. Statistics are synchronised whenever batch statistics
-    are used: while training, and without running statistics also in evaluation. Every rank must then call the module
-    equally often. The gradients of weight and bias are those of this rank's batch; DistributedOptimizer reduces them
-    like all others. Arguments are those of ``torch.nn.BatchNorm2d``:
+    Batches may differ in size between ranks and be empty on some. While training, and without running statistics also
+    in evaluation, every rank must call the module equally often. The gradients of weight and bias are those of this
+    rank's batch. Arguments are those of ``torch.nn.BatchNorm2d``:
 
     Args:
         num_features: the number of channels, C.
@@ -33,10 +32,10 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: True to keep statistics for evaluation.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
+        bias: False for a weight without a bias, where this PyTorch has this argument.
 
     Raises:
-        ValueError: by a call, for inputs of fewer than two dimensions, of another number of channels, and for a single
-            value per channel over all ranks while training.
+        ValueError: by a call, for inputs of fewer than two dimensions, of other channels, or with one value a channel.
 
     Examples:
         >>> norm = hvd.SyncBatchNorm(1)
@@ -45,50 +44,28 @@ class SyncBatchNorm(_BatchNorm):
         [[-1.0], [-1.0], [-1.0]]
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-
-    def _check_input_dim(self, input: Tensor) -> None:
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` of shape (N, C, ...); the result has its shape and type."""
         if input.dim() < 2:
             raise ValueError(f"SyncBatchNorm: expected at least 2D input (got {input.dim()}D input)")
         if input.shape[1] != self.num_features:
             raise ValueError(f"SyncBatchNorm: expected {self.num_features} channels, got input of {input.shape[1]}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input`` of shape (N, C, ...); the result has its shape and type."""
-        self._check_input_dim(input)
         momentum = self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
         use_batch = self.training or self.running_mean is None
+        running = (self.running_mean, self.running_var)
+        if use_batch and not (self.training and self.track_running_stats):
+            running = (None, None)
         if not use_batch or size() == 1:
-            update = self.training and self.track_running_stats
-            return nn.functional.batch_norm(
-                input,
-                self.running_mean if not use_batch or update else None,
-                self.running_var if not use_batch or update else None,
-                self.weight,
-                self.bias,
-                use_batch,
-                0.0 if momentum is None else momentum,
-                self.eps,
-            )
-        return self._synchronized(input, momentum)
+            affine = (self.weight, self.bias)
+            return nn.functional.batch_norm(input, *running, *affine, use_batch, momentum or 0.0, self.eps)
+        return self._synchronized(input, running, momentum)
 
     @_disable_dynamo  # a compiled model must not trace code that waits for other ranks
-    def _synchronized(self, input: Tensor, momentum: float | None) -> Tensor:
-        running = (self.running_mean, self.running_var) if self.training and self.track_running_stats else (None, None)
+    def _synchronized(self, input: Tensor, running: Any, momentum: float | None) -> Tensor:
         output: Tensor = apply(SyncBatchNormFunction, input, self.weight, self.bias, self.eps, *running, momentum)
         return output
 
@@ -113,14 +90,10 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"convert_sync_batchnorm: module must be a torch.nn.Module, got {module!r}")
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            return cls._from_batch_norm(module)
-        for name, child in module.named_children():
-            module.add_module(name, cls.convert_sync_batchnorm(child))
-        return module
-
-    @classmethod
-    def _from_batch_norm(cls, module: _BatchNorm) -> SyncBatchNorm:
+        if not isinstance(module, _BatchNorm) or isinstance(module, cls):
+            for name, child in module.named_children():
+                module.add_module(name, cls.convert_sync_batchnorm(child))
+            return module
         if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise ValueError(
                 f"convert_sync_batchnorm: {type(module).__name__} must be initialized, got one that has seen no input"
@@ -128,17 +101,12 @@ class SyncBatchNorm(_BatchNorm):
             )
         arguments = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         converted = cls(*arguments, device="meta")  # every tensor is replaced below
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module._parameters.items():  # None where there is no bias
             converted.register_parameter(name, parameter)
         for name, buffer in module.named_buffers(recurse=False):
             converted.register_buffer(name, buffer)
         converted.train(module.training)
         return converted
-
-
-def _update(running: Tensor | None, batch: Tensor, momentum: float | None) -> None:
-    if running is not None and momentum is not None:
-        running.lerp_(batch.to(running.dtype), momentum)
 
 
 def _broadcastable(channels: Tensor, input: Tensor) -> Tensor:
@@ -163,8 +131,8 @@ def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, float]:
 class SyncBatchNormFunction(torch.autograd.Function):
     """Normalisation with one exchange of statistics forward and one backward.
 
-    The running statistics are updated inside ``forward``, as in PyTorch's own kernel: ``torch.utils.checkpoint`` ends
-    its second forward pass at the last tensor that is saved for backward, so code after ``apply`` may not run.
+    ``forward`` updates the running statistics, as PyTorch's own kernel does: ``torch.utils.checkpoint`` may end its
+    second forward pass before code after ``apply`` runs.
     """
 
     @staticmethod
@@ -182,12 +150,11 @@ class SyncBatchNormFunction(torch.autograd.Function):
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         over = [dimension for dimension in range(input.dim()) if dimension != 1]
         channels = input.shape[1]
-        local_count = input.numel() // channels if channels else 0
-        if local_count:
-            local_variance, local_mean = torch.var_mean(input.to(wide), dim=over, correction=0)
-        else:
-            local_variance = local_mean = torch.zeros(channels, dtype=wide, device=input.device)
-        row = torch.cat([local_mean.new_tensor([local_count]).double(), local_mean.double(), local_variance.double()])
+        own_count = input.numel() // channels if channels else 0
+        variance = mean = torch.zeros(channels, dtype=wide, device=input.device)
+        if own_count:
+            variance, mean = torch.var_mean(input.to(wide), dim=over, correction=0)
+        row = torch.cat([mean.new_tensor([own_count]).double(), mean.double(), variance.double()])
         mean, variance, count = _combine(allgather(row.unsqueeze(0), name=f"sync_batch_norm{STATISTICS}"))
         if count <= 1:
             raise ValueError(
@@ -195,21 +162,14 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 f"{int(count)} over all ranks, with input of shape {tuple(input.shape)} on this one"
             )
         mean, variance = mean.to(wide), variance.to(wide)
-        _update(running_mean, mean, momentum)
-        _update(running_var, variance * (count / (count - 1)), momentum)
-        output = nn.functional.batch_norm(
-            input.to(wide),
-            mean,
-            variance,
-            None if weight is None else weight.to(wide),
-            None if bias is None else bias.to(wide),
-            eps=eps,
-        ).to(input.dtype)
+        for running, batch in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+            if running is not None and momentum is not None:
+                running.lerp_(batch.to(running.dtype), momentum)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
-        ctx.count = count
-        ctx.over = over
+        ctx.count, ctx.over = count, over
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return output
+        scale, shift = (None if each is None else each.to(wide) for each in (weight, bias))
+        return nn.functional.batch_norm(input.to(wide), mean, variance, scale, shift, eps=eps).to(input.dtype)
 
     @staticmethod
     @once_differentiable

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests import measured
-from tests.transports.shared import LINE, bells_in, native, node_memory, message_rings, settle
+from tests.transports.shared import LINE, bells_in, message_rings, native, node_memory, settle
 
 LONG = 1 << 17  # bytes of a message that takes a while
 SECONDS = 10.0  # more than any wait of these programs takes, unless a ring was lost

@@ -19,11 +19,11 @@ from tests.transports.shared import (
     answer,
     bells_in,
     bytes_by_rank,
+    message_rings,
     native,
     needs_memory_files,
     needs_native,
     new_window,
-    message_rings,
     program,
     settle,
 )

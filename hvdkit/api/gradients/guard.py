@@ -11,15 +11,9 @@ from hvdkit.engine.session import runtime
 
 Optimizer = TypeVar("Optimizer")
 
-_MARK = "_hvdkit_reduced"
-_SETTLED = "_hvdkit_settled"
-
 
 def unsynchronized(optimizer: Optimizer) -> Optimizer:
     """Say that an optimizer steps on the gradients of its rank alone on purpose, so that it does not warn.
-
-    For models that each rank trains for itself, as in a search for hyperparameters or an ensemble. Nothing but the
-    warning changes.
 
     Args:
         optimizer: one of PyTorch or Keras.
@@ -47,35 +41,28 @@ def _is_optimizer(value: Any) -> bool:
 
 def settle(optimizer: Any) -> None:
     """Never warn about this optimizer again: its gradients are reduced, or are not on purpose, or it has warned."""
-    vars(optimizer)[_SETTLED] = True
+    vars(optimizer)["_hvdkit_settled"] = True
 
 
 def is_settled(optimizer: Any) -> bool:
     """True if an optimizer need not be checked; so it is in a job of one rank and in a forked child, too."""
-    if vars(optimizer).get(_SETTLED) or not runtime.is_initialized() or runtime.is_forked():
-        return True
-    return bool(runtime.topology().size == 1)
+    is_alone = not runtime.is_initialized() or runtime.is_forked() or runtime.topology().size == 1
+    return bool(is_alone or vars(optimizer).get("_hvdkit_settled"))
 
 
-class GradientWatch:
+class GradientWatch(threading.local):
     """The threads that are in an optimizer's step on gradients that were reduced, or are about to be."""
 
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
-    @property
-    def inside(self) -> bool:
-        """True if this thread is in such a step."""
-        return bool(getattr(self._thread, "depth", 0))
+    inside = 0  # steps, one in the other, in which this thread is
 
     @contextmanager
     def reduced(self) -> Iterator[None]:
         """Declare that optimizers get reduced gradients in this context."""
-        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        self.inside += 1
         try:
             yield
         finally:
-            self._thread.depth -= 1
+            self.inside -= 1
 
 
 WATCH = GradientWatch()
@@ -84,16 +71,15 @@ WATCH = GradientWatch()
 def mark(values: Iterable[Any]) -> None:
     """Remember that the user's program has reduced these tensors, or the gradients of these variables."""
     for value in values:
-        for each in _both(value):
-            setattr(each, _MARK, True)
+        value._hvdkit_reduced = _under(value)._hvdkit_reduced = True
 
 
 def is_marked(value: Any) -> bool:
     """True if the user's program has reduced this very tensor, or the gradients of this variable."""
-    return any(getattr(each, _MARK, False) is True for each in _both(value))
+    return any(getattr(each, "_hvdkit_reduced", False) is True for each in (value, _under(value)))
 
 
-def _both(value: Any) -> list[Any]:
-    """Return a tensor or variable, and the framework's variable under a variable of Keras."""
+def _under(value: Any) -> Any:
+    """Return the framework's variable under a variable of Keras, else the tensor or variable itself."""
     under = getattr(value, "_value", None)
-    return [value] if under is None or callable(under) else [value, under]
+    return value if under is None or callable(under) else under

@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 MADE_IN_THREADS = (
@@ -19,23 +19,12 @@ _ORDER = itertools.count()
 _LOCK = threading.RLock()  # a thread may take it again, because collecting garbage runs finalizers
 
 
-class _Namesakes:
-    """The pairings of one title in one process set of a job."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.alive: weakref.WeakSet[Pairing] = weakref.WeakSet()
-
-    def of_other_threads(self, thread: threading.Thread) -> list[Pairing]:
-        """Return the living pairings that other threads made."""
-        return [pairing for pairing in self.alive if pairing._thread is not thread]
-
-
 class _Job:
-    """The pairings of one engine, by process set and title, and the number of agreements by label and epoch."""
+    """The pairings of one engine, their numbers by process set and title, and of agreements by label and epoch."""
 
     def __init__(self) -> None:
-        self.namesakes: dict[tuple[int, str], _Namesakes] = {}
+        self.alive: defaultdict[tuple[int, str], weakref.WeakSet[Pairing]] = defaultdict(weakref.WeakSet)
+        self.counts: Counter[tuple[int, str]] = Counter()
         self.agreements: Counter[tuple[str, int]] = Counter()
 
 
@@ -94,24 +83,26 @@ class Pairing:
         return label + (f"#join{epoch}" if epoch else "") + (f"#{number}" if number else "")
 
     def _join(self, engine: Any, process_set_id: int) -> None:
-        namesakes = _JOBS.setdefault(engine, _Job()).namesakes.setdefault((process_set_id, self.title), _Namesakes())
-        if namesakes.of_other_threads(self._thread) or not namesakes.count:
+        job, key = _JOBS.setdefault(engine, _Job()), (process_set_id, self.title)
+        if not job.counts[key] or any(pairing._thread is not self._thread for pairing in job.alive[key]):
             gc.collect()  # unused optimizers must not count, and not on some ranks only
-        if not namesakes.count:  # number those of an earlier job, or made before hvd.init(), in their order
+        if not job.counts[key]:  # number those of an earlier job, or made before hvd.init(), in their order
             for pairing in sorted(_MADE[self.title], key=lambda pairing: pairing._order):
                 is_earlier = not pairing._is_copy and pairing._order < self._order
                 if is_earlier and pairing._process_set_id in (None, process_set_id):
-                    pairing._take_number(engine, process_set_id, namesakes)
+                    pairing._take_number(engine, process_set_id, job)
         if self._is_copy and not isinstance(threading.current_thread(), threading._DummyThread):
             self._thread = threading.current_thread()
-        self._take_number(engine, process_set_id, namesakes)
+        self._take_number(engine, process_set_id, job)
 
-    def _take_number(self, engine: Any, process_set_id: int, namesakes: _Namesakes) -> None:
+    def _take_number(self, engine: Any, process_set_id: int, job: _Job) -> None:
         self._engine, self._process_set_id, self._error = weakref.ref(engine), process_set_id, None
-        for other in namesakes.of_other_threads(self._thread):
-            self._error = other._error = MADE_IN_THREADS.format(
-                function=self._function, title=self.title, first=other._thread.name, second=self._thread.name
-            )
-        self._number = namesakes.count
-        namesakes.count += 1
-        namesakes.alive.add(self)
+        alive = job.alive[process_set_id, self.title]
+        for other in alive:
+            if other._thread is not self._thread:
+                self._error = other._error = MADE_IN_THREADS.format(
+                    function=self._function, title=self.title, first=other._thread.name, second=self._thread.name
+                )
+        self._number = job.counts[process_set_id, self.title]
+        job.counts[process_set_id, self.title] += 1
+        alive.add(self)

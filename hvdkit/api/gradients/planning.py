@@ -1,14 +1,10 @@
-"""Factors, names and groups of gradients, on which ranks agree before they reduce gradients together."""
+"""Names and groups of gradients, on which ranks agree before they reduce gradients together."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-
-from hvdkit.api.checks import check_factor
-from hvdkit.kernels.reduce_op import ReduceOp
 
 NO_GROUPS = (
     "groups should be a non-negative integer or a list of list of {kind}.\n"
@@ -29,14 +25,14 @@ def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any
         return groups
     if not isinstance(groups, list):
         raise ValueError(NO_GROUPS.format(function=function, kind=kind, got=repr(groups)))
+    formed: list[list[Any]] = []
+    seen: set[int] = set()
     for index, group in enumerate(groups):
         if is_member(group) or not isinstance(group, Iterable):
             got = f"a {type(group).__name__}" if is_member(group) else repr(group)
             raise ValueError(NO_GROUPS.format(function=function, kind=kind, got=f"{got} at index {index}"))
-    formed = [list(group) for group in groups]
-    seen: set[int] = set()
-    for index, group in enumerate(formed):
-        for member in group:
+        formed.append(list(group))
+        for member in formed[-1]:
             if not is_member(member):
                 raise ValueError(f"groups must consist of {kind}.\n{function}: got {member!r} in groups[{index}]")
             if id(member) in seen:
@@ -48,36 +44,10 @@ def check_groups(function: str, groups: Any, kind: str, is_member: Callable[[Any
     return formed
 
 
-def check_predivide(function: str, factor: Any, op: ReduceOp) -> float:
-    """Return ``gradient_predivide_factor``. Raises TypeError unless it is a number, ValueError if it is not usable."""
-    predivide = check_factor(function, "gradient_predivide_factor", factor)
-    if predivide != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError(
-            "gradient_predivide_factor not supported with op != Average\n"
-            f"{function}: got gradient_predivide_factor={predivide} and op=hvd.{op.name.capitalize()}"
-        )
-    if not predivide > 0.0:
-        raise ValueError(f"{function}: gradient_predivide_factor must be > 0, got {predivide}")
-    return predivide
-
-
-def groups_or_number(groups: Any, num_groups: int) -> Any:
-    """Return ``groups``, or its deprecated form ``num_groups``."""
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed.",
-            DeprecationWarning,
-            stacklevel=4,  # the caller of the function that has this argument
-        )
-        return num_groups if groups is None else groups
-    return groups
-
-
 def names_of_paths(paths: Sequence[str]) -> list[str]:
-    """Return a unique name for each variable of a model, the same on all ranks: its layer's name and its own.
+    """Return a unique name for each variable of a model: its layer's name, without Keras's number, and its own.
 
-    The rest of the path, and the number that Keras gave the layer, are left out, because they differ in a loaded model
-    and after other models were made.
+    The rest differs in a loaded model and after other models were made.
     """
     names: list[str] = []
     for index, path in enumerate(paths):
@@ -101,13 +71,11 @@ def split_list(items: Sequence[Item], parts: int) -> list[list[Item]]:
 
 def form_groups(parameters: Sequence[Any], groups: int | list[list[Any]] | None) -> list[list[Any]]:
     """Return the groups of parameters that are reduced together; groups of a single parameter are left out."""
-    if groups is None:
-        return []
     if isinstance(groups, int):
         formed = split_list(parameters, groups)
     else:
         present = {id(parameter) for parameter in parameters}
-        formed = [[parameter for parameter in group if id(parameter) in present] for group in groups]
+        formed = [[parameter for parameter in group if id(parameter) in present] for group in groups or ()]
     return [group for group in formed if len(group) > 1]
 
 

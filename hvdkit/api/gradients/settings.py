@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from hvdkit.api import checks
 from hvdkit.api.gradients import planning
-from hvdkit.api.gradients.compression import NoneCompressor
-from hvdkit.api.gradients.compression_policy import Policy, check_policy
+from hvdkit.api.gradients.compression import NoneCompressor, Policy, check_policy, codec_of
 from hvdkit.api.gradients.pairing import Pairing
+from hvdkit.compression import CASTS
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 
@@ -45,7 +45,9 @@ class GradientSettings:
     @property
     def compressor(self) -> Any:
         """Return the class that compresses tensor by tensor, for gradients that are not in a plan."""
-        return self.policy.compression if self.policy.by_tensor else NoneCompressor
+        policy = self.policy
+        is_other = policy.by_pattern or (codec_of(policy.compression) or CASTS["none"]).encodes
+        return NoneCompressor if is_other else policy.compression
 
     def label(self, engine: Any) -> str:
         """Return the optimizer's name, which is the same on all ranks; see Pairing."""
@@ -80,18 +82,15 @@ def check_settings(
     gradient_predivide_factor: Any,
     num_groups: int,
     groups: Any,
-    sparse_as_dense: bool,
     process_set: Any,
     backward_passes_per_step: Any = 1,
-    scale_local_gradients: bool = True,
-    device_dense: str = "",
-    device_sparse: str = "",
     title: str | None = None,
     is_kept: bool = True,
     members: str = "variables",
     is_member: Callable[[Any], bool] = is_variable,
+    **others: Any,
 ) -> GradientSettings:
-    """Return the settings for a user's arguments of ``function``.
+    """Return the settings for a user's arguments of ``function``; ``others`` need no check.
 
     ``title``: another name for messages; ``is_kept``: False if their owner makes only one step; ``members``,
     ``is_member``: the kind of the members of groups. Raises TypeError or ValueError for wrong arguments.
@@ -99,9 +98,19 @@ def check_settings(
     passes = checks.check_passes(function, backward_passes_per_step)
     reduce_op = checks.check_op(function, op)
     policy = check_policy(function, compression, reduce_op)
-    predivide = planning.check_predivide(function, gradient_predivide_factor, reduce_op)
+    predivide = checks.check_factor(function, "gradient_predivide_factor", gradient_predivide_factor)
+    if predivide != 1.0 and reduce_op is not ReduceOp.AVERAGE:
+        raise ValueError(
+            "gradient_predivide_factor not supported with op != Average\n"
+            f"{function}: got gradient_predivide_factor={predivide} and op=hvd.{reduce_op.name.capitalize()}"
+        )
+    if not predivide > 0.0:
+        raise ValueError(f"{function}: gradient_predivide_factor must be > 0, got {predivide}")
     checks.check_registered(function, process_set)
-    groups = planning.groups_or_number(groups, num_groups)
+    if num_groups != 0:
+        text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+        warnings.warn(text, DeprecationWarning, stacklevel=3)  # the caller of the function that has this argument
+        groups = num_groups if groups is None else groups
     if reduce_op is ReduceOp.ADASUM and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     return GradientSettings(
@@ -110,13 +119,10 @@ def check_settings(
         op=reduce_op,
         predivide=predivide,
         groups=planning.check_groups(function, groups, members, is_member),
-        sparse_as_dense=bool(sparse_as_dense),
         process_set=process_set,
         policy=policy,
         backward_passes_per_step=passes,
-        scale_local_gradients=bool(scale_local_gradients),
-        device_dense=device_dense,
-        device_sparse=device_sparse,
+        **others,
     )
 
 
@@ -124,10 +130,8 @@ def names_of(sources: Sequence[Any], use_generic_names: bool) -> list[str]:
     """Return a unique name for each source, the same on all ranks: the variable's name, or its place."""
     if use_generic_names:
         return [f"grad_{index}" for index in range(len(sources))]
-    paths = [
-        getattr(source, "path", None) or (is_variable(source) and source.name.removesuffix(":0")) for source in sources
-    ]
-    return planning.names_of_paths([str(path or f"grad_{index}") for index, path in enumerate(paths)])
+    own = [getattr(each, "path", None) or (is_variable(each) and each.name.removesuffix(":0")) for each in sources]
+    return planning.names_of_paths([str(path or f"grad_{index}") for index, path in enumerate(own)])
 
 
 @functools.cache

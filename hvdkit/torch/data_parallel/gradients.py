@@ -1,7 +1,7 @@
 """The gradients of a DistributedDataParallel in a lane, and the state that its codecs keep.
 
-Each parameter is a slot. The lane decides which gradients are encoded together and when they travel; DDP's new layout
-of its buckets after the first step changes neither.
+Each parameter is a slot. The lane decides which gradients travel together and when; DDP's new layout of its buckets
+after the first step changes neither.
 """
 
 from __future__ import annotations
@@ -9,32 +9,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from hvdkit.api.gradients.compression_policy import Policy
+from hvdkit.api.gradients.compression import Policy
 from hvdkit.compression import Codec
 from hvdkit.engine.session.core import Engine
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import ReduceOp
+from hvdkit.kernels.dtypes import Array
 from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.layout import memory_order
-from hvdkit.torch.ops.framework import Array, as_array
+from hvdkit.torch.ops.framework import as_array
 
 logger = logging.getLogger("hvdkit")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAMED = 3  # the most parameters of a bucket that an error names
 LOADING = "ddp_hook.load_state_dict"
-# The keys of a state_dict, and those whose values are the same on all ranks, with their words for errors.
-KEYS = {"codec", "rank", "size", "turn", "shapes", "kept"}
+# The keys of a state_dict whose values are the same on all ranks, with their words for errors; and all keys.
 ALIKE = {"size": "size", "turn": "turn", "codec": "codec", "shapes": "list of parameters"}
+KEYS = {*ALIKE, "rank", "kept"}
 
 
 @dataclass(eq=False)
@@ -62,20 +61,18 @@ class HookBucket:
         self.errors = [error]
         try:
             if not self.future.done():
-                # The result is never used. It is not on the device, which may have failed.
-                self.future.set_result(torch.empty(0))
+                self.future.set_result(torch.empty(0))  # never used, and not on the device, which may have failed
         except Exception:  # the Futures of other buckets must end all the same
             logger.exception("ddp_hook: a bucket's Future could not be ended")
 
     def gradients(self) -> Iterator[tuple[Tensor, Array]]:
         """Yield each parameter with its gradient in host memory, flat."""
-        values, begin = as_array(self.host), 0
+        values = as_array(self.host)
         for parameter in self.parameters:
-            # DDP views complex numbers as pairs of real numbers.
-            end = begin + parameter.numel() * (2 if parameter.is_complex() else 1)
-            yield parameter, values[begin:end]
-            begin = end
-        assert begin == values.size, (begin, values.size)
+            count = parameter.numel() * (2 if parameter.is_complex() else 1)  # DDP views complex numbers as real pairs
+            yield parameter, values[:count]
+            values = values[count:]
+        assert not values.size, values.size
 
 
 class PinnedCopies:
@@ -114,11 +111,10 @@ class PinnedCopies:
             bucket.future.set_result(bucket.flat)
 
     def _stream(self, bucket: HookBucket) -> Any:
-        device = bucket.flat.device
-        if device not in self._streams:
-            stream: Any = torch.cuda.Stream
-            self._streams[device] = stream(device)
-        return self._streams[device]
+        device, stream = bucket.flat.device, self._streams.get(bucket.flat.device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
 
 
 class ModelGradients:
@@ -144,12 +140,9 @@ class ModelGradients:
     def check(self, index: int, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         """Raise ValueError for a bucket that cannot be averaged, or that has a parameter of another model."""
         if flat.dtype not in DTYPES or flat.device.type not in ("cpu", "cuda"):
-            names = [
-                f"'{self._names[tensor]}'" if tensor in self._names else f"{[*tensor.shape]}" for tensor in parameters
-            ]
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            names = ", ".join(self._names.get(parameter) or str([*parameter.shape]) for parameter in parameters)
             raise ValueError(
-                f"ddp_hook: bucket {index} ({', '.join(names[:NAMED])}{more}) is {flat.dtype} on {flat.device}; "
+                f"ddp_hook: bucket {index} ({names}) is {flat.dtype} on {flat.device}; "
                 f"expected one of {', '.join(map(str, DTYPES))} on the CPU or CUDA"
             )
         if self.have_model and not all(parameter in (self._slots or self._names) for parameter in parameters):
@@ -162,12 +155,14 @@ class ModelGradients:
         listed = [parameter for bucket in reversed(step) for parameter in bucket.parameters]
         names = self._names or {parameter: f"parameter {index}" for index, parameter in enumerate(listed)}
         named = [(name, parameter) for parameter, name in names.items() if parameter in dtypes]
-        policy = Policy(self._codec) if self._codec.encodes else None  # a cast is for all gradients
-        codecs, numbers = policy.choose(named) if policy else ([self._codec], [0] * len(named))
-        slots = [
-            Slot(name, _shape(parameter), dtypes[parameter], number)
-            for (name, parameter), number in zip(named, numbers, strict=True)
-        ]
+        codecs, numbers = [self._codec], [0] * len(named)  # a cast is for all gradients
+        if self._codec.encodes:
+            codecs, numbers = Policy(self._codec).choose(named)
+        slots = []
+        for (name, parameter), number in zip(named, numbers, strict=True):
+            real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+            shape = tuple(real.shape[axis] for axis in memory_order(real) or range(real.dim()))  # as it lies in memory
+            slots.append(Slot(name, shape, dtypes[parameter], number))
         self.lane = engine.register_plan("ddp_hook", slots, op=ReduceOp.AVERAGE, codecs=codecs)
         assert self.lane is not None, "a rank has joined in a session of the hook's own"
         self._slots = {parameter: slot for slot, (_, parameter) in enumerate(named)}
@@ -186,8 +181,7 @@ class ModelGradients:
     def give_back(self, lane: Lane, bucket: HookBucket) -> None:
         """Copy the small gradients back into the bucket."""
         for parameter, values in bucket.gradients():
-            small = lane.small(self._slots[parameter])
-            if small is not None:
+            if (small := lane.small(self._slots[parameter])) is not None:
                 values[...] = small
 
     @property
@@ -214,7 +208,6 @@ class ModelGradients:
             "codec": self._codec.summary,
             "rank": rank,
             "size": size,
-            # These two are the same on all ranks.
             "turn": 0 if self.lane is None else self._earlier + self.lane.steps,
             "shapes": self._shapes,
             "kept": [kept] if kept else [],
@@ -224,32 +217,16 @@ class ModelGradients:
         """Go on from the states of one or several ranks. Raises ValueError for states of another model."""
         shapes, kept = states[0]["shapes"], [entry for state in states for entry in state["kept"]]
         if shapes and shapes != self._shapes:
-            pairs = zip_longest(shapes, self._shapes)
-            index, was, has = next((index, *map(_dims, pair)) for index, pair in enumerate(pairs) if pair[0] != pair[1])
-            raise ValueError(
-                f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
-            )
+            there, here = (", ".join(" x ".join(map(str, shape)) for shape in each) for each in (shapes, self._shapes))
+            raise ValueError(f"the state_dict is of another model: parameters were {there} there, and are {here} here")
         kept = compression_state.check(kept, compression_state.shapes_of(lane, self._keys))
         lane.reducer.reset()
         compression_state.resume(lane, kept, self._keys)
         self._earlier = states[0]["turn"] - lane.steps
 
 
-def _dims(shape: Sequence[int] | None) -> str:
-    return "missing" if shape is None else " x ".join(map(str, shape))
-
-
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a gradient in a bucket, whose axes are in the order of the parameter's memory."""
-    real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
-    return tuple(real.shape[axis] for axis in memory_order(real) or range(real.dim()))
-
-
 def checked(saved: Any) -> list[Mapping[str, Any]]:
-    """Return a user's states as a list.
-
-    Raises TypeError for anything else than state_dicts of a hook, ValueError for states of different moments or jobs.
-    """
+    """Return a user's states as a list. Raises TypeError unless they are a hook's, ValueError if they do not fit."""
     states = [saved] if isinstance(saved, Mapping) else saved
     if not isinstance(states, Sequence) or isinstance(states, str):
         raise TypeError(f"{LOADING}: expected a state_dict or a list of those of all ranks, got {type(saved).__name__}")
@@ -271,9 +248,3 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
                 "HINT: load that of each rank once."
             )
     return list(states)
-
-
-def share_of(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Return the state from which rank ``rank`` of ``size`` goes on, given the states of one or several ranks."""
-    kept = [entry for state in states for entry in state["kept"] if entry["rank"] % size == rank]
-    return {**states[0], "rank": rank, "size": size, "kept": kept}

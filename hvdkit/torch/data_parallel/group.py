@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from time import monotonic
@@ -59,10 +60,9 @@ def hooks_text(error: BaseException, ranks: list[int]) -> str:
 
 
 class GroupTransport(GlooTransport):
-    """Gloo connections between the ranks of ``process_group``, of any backend; construction is collective among them.
+    """Gloo connections between the ranks of ``process_group``, of any backend, which construct it together.
 
-    Ranks are counted in the process group, which does not know of the transport. Raises PeerLostError unless all ranks
-    come within ``timeout``.
+    Ranks are counted in the process group. Raises PeerLostError unless all ranks come within ``timeout``.
     """
 
     name = "process_group"
@@ -70,16 +70,14 @@ class GroupTransport(GlooTransport):
 
     def __init__(self, process_group: Any, timeout: timedelta) -> None:
         ranks = dist.get_process_group_ranks(process_group)
-        rank = dist.get_rank()
-        me = ranks.index(rank)
+        me = ranks.index(dist.get_rank())
         # dist.new_group would need all ranks of the job, or as many groups on each rank of the process group.
         store: Any = c10d._get_process_group_store(process_group)
-        turn = store.add(f"hvdkit/opened/{me}", 1)
-        store = PrefixStore(f"hvdkit/{turn}", store)
+        store = PrefixStore(f"hvdkit/{store.add(f'hvdkit/opened/{me}', 1)}", store)
         addresses = addresses_for(World(LAUNCHER, me, len(ranks)))
         listener = listen(addresses[0])
         try:
-            admission = _admit(store, ranks, me, listener.getsockname()[:2], timeout)
+            admission = _admit(store, ranks, me, listener.getsockname()[:2], timeout.total_seconds())
             gloo_store = PrefixStore("gloo", store)
             group = open_gloo(gloo_store, me, len(ranks), addresses, timeout.total_seconds())
         except BaseException:
@@ -88,14 +86,12 @@ class GroupTransport(GlooTransport):
         super().__init__(me, len(ranks), group, gloo_store, listener, admission)
 
 
-def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], timeout: timedelta) -> Admission:
-    keys = [introduction_key(index) for index in range(len(ranks))]
-    authenticator = Authenticator(ranks[me], None)
+def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], seconds: float) -> Admission:
+    keys, authenticator = list(map(introduction_key, range(len(ranks)))), Authenticator(ranks[me], None)
     store.set(keys[me], new_nonce() + pack_address(address))
-    if absent := absent_after(store, keys, timeout.total_seconds()):
+    if absent := absent_after(store, keys, seconds):
         raise PeerLostError(
-            f"rank {ranks[me]} waited {timeout.total_seconds():g} s for ranks {[ranks[index] for index in absent]} to "
-            "use a ddp_hook.\n"
+            f"rank {ranks[me]} waited {seconds:g} s for ranks {[ranks[index] for index in absent]} to use a ddp_hook.\n"
             "HINT: all ranks of the model's process group must use one, in the same order if it is several."
         )
     introductions = [authenticator.introduction(rank, store.get(key)) for rank, key in zip(ranks, keys, strict=True)]
@@ -103,22 +99,19 @@ def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], time
     return Admission(store, session, [address for _, address in introductions])
 
 
-def timeout_of(process_group: Any) -> timedelta:
-    """Return the time limit of a process group's operations."""
+def _timeout_of(process_group: Any) -> timedelta:
     for device in ("cpu", "cuda"):
-        try:
+        with suppress(RuntimeError, AttributeError):
             return process_group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
-        except (RuntimeError, AttributeError):
-            continue
     return c10d.default_pg_timeout
 
 
-def open_session(process_group: Any, timeout: timedelta) -> Session:
-    """Open a session in which no ranks share memory. Collective.
+def open_session(process_group: Any, timeout: timedelta | None) -> Session:
+    """Open a session in which no ranks share memory; collective. Waiting longer than ``timeout`` is an error.
 
-    ``timeout``: a rank that gives no sign of life, or keeps others waiting, for longer is an error. Raises
-    PeerLostError, HorovodInternalError.
+    By default it is that of the process group's operations.
     """
+    timeout = timeout or _timeout_of(process_group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     transport: Transport = SoloTransport() if size == 1 else GroupTransport(process_group, timeout)
     seconds = timeout.total_seconds()
@@ -127,15 +120,11 @@ def open_session(process_group: Any, timeout: timedelta) -> Session:
 
 
 class Worker:
-    """A daemon thread that runs jobs in order, and closes the session when ``owner`` is gone or the process ends.
-
-    A job that is in progress then fails.
-    """
+    """A daemon thread that runs jobs in order, and closes the session when ``owner`` is gone or the process ends."""
 
     def __init__(self, owner: object, session: Session) -> None:
         self.session = session
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._is_closed = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hvdkit-ddp-hook", daemon=True)
         _SERVING[self] = None
@@ -163,14 +152,13 @@ class Worker:
 
     def leave(self, reason: str, failed: bool = False) -> None:
         """Close the session and tell the other ranks why; a job calls it. With ``failed`` it waits for nothing else."""
-        if not self._is_closed:
-            self._is_closed = True
-            try:
-                lost = self.session.close(reason, failed=failed)
-            finally:
-                self._left.set()
-            if lost is not None:
+        if self._left.is_set():
+            return
+        try:
+            if (lost := self.session.close(reason, failed=failed)) is not None:
                 logger.info("ddp_hook: %s", lost)
+        finally:
+            self._left.set()
 
     def has_left(self) -> bool:
         """True if the session, which is about to close, is closed in time."""
@@ -195,7 +183,7 @@ class Worker:
                 try:
                     job()
                 except BaseException:  # any error: later jobs end their Futures, and the session must be closed
-                    logger.exception("ddp_hook: what the hook does failed")
+                    logger.exception("ddp_hook: a job failed")
                 del job  # it may hold the last reference to the owner, which would else live until the next job
             self.leave(LEAVING)
         finally:

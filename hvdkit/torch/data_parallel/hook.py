@@ -1,7 +1,6 @@
 """Codecs as a communication hook of torch's DistributedDataParallel.
 
-The hook has a session of its own, in which the model's gradients are a lane. DDP hands over buckets during the backward
-pass, and the hook's worker thread waits for the end of the step.
+In a session of the hook's own the model's gradients are a lane, for which the hook's worker thread waits.
 """
 # No postponed annotations here: DDP compares a hook's annotations with its classes.
 
@@ -20,8 +19,8 @@ from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.session.core import Engine
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.data_parallel.gradients import HookBucket, ModelGradients, PinnedCopies, checked, share_of
-from hvdkit.torch.data_parallel.group import Worker, hooks_text, open_session, timeout_of
+from hvdkit.torch.data_parallel.gradients import HookBucket, ModelGradients, PinnedCopies, checked
+from hvdkit.torch.data_parallel.group import Worker, hooks_text, open_session
 
 FUNCTION = "ddp_hook"
 
@@ -29,8 +28,8 @@ FUNCTION = "ddp_hook"
 class DDPHook:
     """A hook, made by ``hvd.ddp_hook``, that averages the buckets of one DistributedDataParallel, encoded by a codec.
 
-    ``register(model)`` gives it to a model. If other code registers hooks, as Lightning's DDPStrategy does, pass it as
-    the state and ``hvd.DDPHook.reduce`` as the hook: ``model.register_comm_hook(hook, hvd.DDPHook.reduce)``.
+    ``register(model)`` gives it to a model. Where other code registers hooks, as Lightning's DDPStrategy does, the hook
+    is the state: ``model.register_comm_hook(hook, hvd.DDPHook.reduce)``.
     """
 
     def __init__(self, codec: Codec, process_group: Any, timeout: timedelta | None) -> None:
@@ -52,8 +51,7 @@ class DDPHook:
             model: a DistributedDataParallel.
 
         Raises:
-            TypeError: for another kind of model.
-            ValueError: if the hook has a model already or the process group of other ranks.
+            TypeError, ValueError: for another kind of model, a second one, or one on other ranks.
             HorovodInternalError: if ranks have different codecs, or not all ranks call it.
 
         The example is that of hvd.ddp_hook().
@@ -88,8 +86,7 @@ class DDPHook:
             A Future of the bucket's tensor, of the same shape, averaged in place.
 
         Raises:
-            RuntimeError: here or in the backward pass, if a rank is lost or ranks differ.
-            ValueError: for gradients of other dtypes or devices, or of another model.
+            RuntimeError, ValueError: if a rank is lost or ranks differ; for other gradients, or another model's.
 
         The example is that of hvd.ddp_hook().
         """
@@ -107,16 +104,20 @@ class DDPHook:
         Each rank has its own state: save all. ``torch.load`` takes it with ``weights_only=True``.
 
         Returns:
-            A dict with the ``codec``, the ``rank`` of ``size`` ranks, the number of steps as ``turn``, and the shapes
-            of gradients in memory, in the order of the model's parameters, as ``shapes``. ``kept`` has the entries that
-            an optimizer's state_dict has under "compression", if the codec keeps a state.
+            A dict with the ``codec``, the ``rank`` of ``size`` ranks, the number of steps as ``turn``, the ``shapes``
+            of gradients in memory, and what codecs have ``kept``, as an optimizer's state_dict under "compression".
 
         Raises:
             HorovodInternalError: during a step, and after a step that failed when a part of it was encoded.
         """
-        rank, size = self._rank_and_size()
+        if self._worker is None:
+            rank, size = dist.get_rank(self._group()), dist.get_world_size(self._group())
+        else:
+            topology = self._worker.session.engine.topology
+            rank, size = topology.rank, topology.size
         if self._loaded:
-            return share_of(self._loaded, rank, size)
+            kept = [entry for state in self._loaded for entry in state["kept"] if entry["rank"] % size == rank]
+            return {**self._loaded[0], "rank": rank, "size": size, "kept": kept}
         is_still = self._broken is None or self._worker is None or self._worker.has_left()
         if not is_still or not self._gradients.can_be_saved(self._broken is not None):
             why = "that was not completed" if self._broken is None else f"that failed: {self._broken}"
@@ -129,17 +130,16 @@ class DDPHook:
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state of ``state_dict``; call it on all ranks, between two steps or before the first step.
 
-        With as many ranks as before, each rank takes its own state and goes on with the same bits. With another number
-        of ranks, the state of rank r goes to rank r modulo the present number of ranks, where states are summed, scaled
-        to their part of the average. States that are not in the list are lost.
+        With as many ranks as before, each goes on from its own state with the same bits. With another number, the state
+        of rank r goes to rank r modulo that number, where states are summed, scaled to their part of the average.
+        States that are not in the list are lost.
 
         Args:
             state: this rank's own, or a list of the states of all ranks, in any order.
 
         Raises:
             TypeError: for anything else.
-            ValueError: for states of different steps or jobs; and by the next backward pass if parameters have other
-                shapes.
+            ValueError: for states of different steps or jobs; by the next backward pass, for other shapes.
 
         Examples:
             >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -163,18 +163,12 @@ class DDPHook:
             raise ValueError(f"{FUNCTION}: call torch.distributed.init_process_group first")
         return process_group
 
-    def _rank_and_size(self) -> tuple[int, int]:
-        if self._worker is not None:
-            topology = self._worker.session.engine.topology
-            return topology.rank, topology.size
-        return dist.get_rank(self._group()), dist.get_world_size(self._group())
-
     def _open(self) -> Worker:
         process_group = self._group()
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
         worker = None
         try:
-            session = open_session(process_group, self._timeout or timeout_of(process_group))
+            session = open_session(process_group, self._timeout)
             worker = Worker(self, session)
             # On the worker's thread, so that the engine knows only this thread and can see a dead-lock.
             worker.call(lambda: self._agree(session.engine, {"codec": self._codec.summary}))
@@ -196,6 +190,7 @@ class DDPHook:
 
     def _take(self, bucket: HookBucket, is_first: bool, is_last: bool) -> None:
         lane = self._gradients.lane
+        assert self._worker is not None
         try:
             self._step.append(bucket)
             if self._broken is not None:
@@ -208,18 +203,20 @@ class DDPHook:
                 self._copies.fill(bucket)
             if lane is not None:
                 self._gradients.hand_over(lane, bucket)
-            if is_last:
-                self._finish(lane or self._register())
+            if is_last and lane is None:
+                lane = self._gradients.register(self._worker.session.engine, self._step)
+                self._go_on(lane)
+                for each in self._step:
+                    self._gradients.hand_over(lane, each)
+            if is_last and lane is not None:
+                lane.finish()
+                for each in self._step:
+                    self._gradients.give_back(lane, each)
+                while self._step:
+                    self._copies.finish(self._step[0])
+                    del self._step[0]
         except BaseException as error:  # any error: without a result the backward pass would wait for ever
             self._fail(error)
-
-    def _register(self) -> Lane:
-        assert self._worker is not None
-        lane = self._gradients.register(self._worker.session.engine, self._step)
-        self._go_on(lane)
-        for bucket in self._step:
-            self._gradients.hand_over(lane, bucket)
-        return lane
 
     def _go_on(self, lane: Lane) -> None:
         """Load the states, after all ranks agreed that they have states of the same step."""
@@ -228,14 +225,6 @@ class DDPHook:
         if self._loaded:
             self._gradients.load(lane, self._loaded)
             self._loaded = []
-
-    def _finish(self, lane: Lane) -> None:
-        lane.finish()
-        for bucket in self._step:
-            self._gradients.give_back(lane, bucket)
-        while self._step:
-            self._copies.finish(self._step[0])
-            del self._step[0]
 
     def _fail(self, error: BaseException) -> None:
         """End the step's Futures with an error. All later steps fail too, and no rank waits for this rank any more."""
@@ -255,9 +244,9 @@ class DDPHook:
 def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | None = None) -> DDPHook:
     """Return a communication hook that averages the gradients of a DistributedDataParallel, encoded by a codec.
 
-    DDP does not know the ranks of a node, so everything is encoded, whatever the codec's ``compress`` is. Gradients
-    travel over Gloo, those on CUDA through host memory. Save ``hook.state_dict()`` in each rank's checkpoint.
-    hvd.init() is not needed. With DGC, the optimizer must have no momentum.
+    Everything is encoded, whatever the codec's ``compress`` is. Gradients travel over Gloo, those on CUDA through host
+    memory. Save ``hook.state_dict()`` in each rank's checkpoint. hvd.init() is not needed. With DGC, the optimizer must
+    have no momentum.
 
     Args:
         compression: one of hvd.Compression, as it is or with parameters, or a hvdkit.compression.CustomCodec. Biases,
@@ -269,8 +258,7 @@ def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | N
         A DDPHook, whose ``register(model)`` is called next.
 
     Raises:
-        TypeError: for another kind of codec, process group or timeout.
-        ValueError: for a timeout that is not above zero.
+        TypeError, ValueError: for another kind of codec or process group, or no timeout above zero.
 
     Examples:
         >>> model = torch.nn.parallel.DistributedDataParallel(model)
@@ -280,8 +268,7 @@ def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | N
         >>> model.module.weight.grad
         tensor([[1.5000, 1.5000]])
     """
-    codec = codec_of(compression)
-    if codec is None:
+    if (codec := codec_of(compression)) is None:
         raise TypeError(
             f"{FUNCTION}: compression must be one of hvd.Compression, such as hvd.Compression.fp16 or "
             f"hvd.Compression.topk(0.01), or a hvdkit.compression.CustomCodec, got {compression!r}"

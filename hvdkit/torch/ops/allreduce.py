@@ -20,18 +20,16 @@ def _start(invocation: Invocation, tensors: Any, request: ReduceRequest, in_plac
     """Check the tensors, start the allreduce and return its handle."""
     if invocation.single:  # not by check_tensors, since each call counts for small tensors
         check_tensor(invocation.function, tensors, REDUCIBLE_DTYPES, "tensor")
-        checked = [tensors]
-    else:
-        checked = check_tensors(invocation.function, tensors, REDUCIBLE_DTYPES)
+        return OPERATIONS.allreduce(invocation, [tensors], request, in_place)
+    checked = check_tensors(invocation.function, tensors, REDUCIBLE_DTYPES)
     return OPERATIONS.allreduce(invocation, checked, request, in_place)
 
 
 class AllreduceFunction(torch.autograd.Function):
-    """Allreduce whose gradient is the allreduce of the gradients, with the same operation and factors, as Horovod's."""
+    """Allreduce whose gradient is the same allreduce of the gradients, as Horovod's."""
 
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, request: ReduceRequest, *tensors: Tensor) -> Any:
-        """Return as many new tensors as there are ``tensors``."""
         ctx.invocation, ctx.request = invocation, request
         return HANDLES.synchronize(OPERATIONS.allreduce(invocation, tensors, request))
 
@@ -59,13 +57,10 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce; the result is a new tensor. Arguments and errors are those of allreduce().
-
-    Do not change the tensor until the handle is synchronised. Returns a handle for poll() and synchronize().
+    """Start an allreduce to a new tensor. Arguments and errors are those of allreduce(). Returns a handle.
 
     Examples:
-        >>> handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
-        >>> hvd.synchronize(handle)
+        >>> hvd.synchronize(hvd.allreduce_async(torch.ones(3), op=hvd.Sum))
         tensor([2., 2., 2.])
     """
     request = reduce_request("allreduce_async", op, average, prescale_factor, postscale_factor)
@@ -81,16 +76,12 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce in place. Arguments and errors are those of allreduce().
-
-    Do not use the tensor until the handle is synchronised. Returns a handle, whose result is the tensor itself.
+    """Start an allreduce in place. Arguments and errors are those of allreduce(). Returns a handle of the tensor.
 
     Examples:
         >>> tensor = torch.ones(3)
         >>> hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum)) is tensor
         True
-        >>> tensor
-        tensor([2., 2., 2.])
     """
     request = reduce_request("allreduce_async_", op, average, prescale_factor, postscale_factor)
     return _start(Invocation("allreduce_async_", name, process_set, single=True), tensor, request, in_place=True)
@@ -108,8 +99,7 @@ def allreduce_(
     """Reduce over all ranks in place. Arguments and errors are those of allreduce(). Returns the tensor itself.
 
     Examples:
-        >>> loss = torch.tensor(1.0 + hvd.rank())
-        >>> hvd.allreduce_(loss)
+        >>> hvd.allreduce_(torch.tensor(1.0 + hvd.rank()))
         tensor(1.5000)
     """
     request = reduce_request("allreduce_", op, average, prescale_factor, postscale_factor)
@@ -130,7 +120,7 @@ def allreduce(
 ) -> Tensor:
     """Reduce a tensor over all ranks of ``process_set``; the average unless ``op`` says otherwise.
 
-    Differentiable: the gradient is reduced in the same way, which is the derivative for Average and Sum.
+    The gradient is reduced in the same way, which is the derivative for Average and Sum.
 
     Args:
         tensor: has the same shape and dtype on all ranks, and is not changed. It is dense, on the CPU or on CUDA, of
@@ -141,9 +131,8 @@ def allreduce(
             codec does not send is lost, while an optimizer would send it later.
         op: hvd.Average, Sum, Min, Max, Product or Adasum; of complex tensors Average or Sum. Averages of integers are
             cut off, not rounded.
-        prescale_factor: each element is multiplied by it before the reduction, as by ``tensor * prescale_factor``;
-            integers in float64, cut off.
-        postscale_factor: each element is multiplied by it after the reduction, in the same way.
+        prescale_factor: multiplies each element before the reduction; integers in float64, cut off.
+        postscale_factor: multiplies each element after the reduction, in the same way.
         process_set: the ranks that take part.
 
     Returns:
@@ -174,9 +163,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce of several tensors as one. Arguments and errors are those of grouped_allreduce().
-
-    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    """Start a grouped_allreduce(). Arguments and errors are those of grouped_allreduce(). Returns a handle of a tuple.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(1)], op=hvd.Sum))
@@ -195,15 +182,11 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an allreduce of several tensors in place. Arguments and errors are those of grouped_allreduce().
-
-    Returns a handle for poll() and synchronize(), whose result is a tuple of the tensors.
+    """Start a grouped_allreduce_(). Arguments and errors are those of grouped_allreduce_(). Returns a handle.
 
     Examples:
-        >>> first, second = torch.ones(2), torch.ones(1)
-        >>> _ = hvd.synchronize(hvd.grouped_allreduce_async_([first, second], op=hvd.Sum))
-        >>> second
-        tensor([2.])
+        >>> hvd.synchronize(hvd.grouped_allreduce_async_([torch.ones(2), torch.ones(1)], op=hvd.Sum))
+        (tensor([2., 2.]), tensor([2.]))
     """
     request = reduce_request("grouped_allreduce_async_", op, average, prescale_factor, postscale_factor)
     return _start(Invocation("grouped_allreduce_async_", name, process_set), tensors, request, in_place=True)
@@ -218,9 +201,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Reduce several tensors over all ranks in place. Arguments and errors are those of grouped_allreduce().
-
-    Returns the tensors, as a tuple.
+    """Reduce several tensors in place. Arguments and errors are those of grouped_allreduce(). Returns them as a tuple.
 
     Examples:
         >>> hvd.grouped_allreduce_([torch.ones(2), torch.ones(1)], op=hvd.Sum)
@@ -242,13 +223,12 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors over all ranks as one operation: none starts before all are ready on all ranks.
+    """Reduce several tensors as one operation: none starts before all are ready on all ranks.
 
-    The other arguments, gradients and errors are those of allreduce(), and ValueError for an empty list.
+    The other arguments, gradients and errors are those of allreduce().
 
     Args:
-        tensors: a list of tensors, which may differ in shape and dtype, but are all on one device; each has the same
-            shape and dtype on all ranks.
+        tensors: a list of at least one tensor, all on one device, each of the same shape and dtype on all ranks.
 
     Returns:
         A list of new tensors.

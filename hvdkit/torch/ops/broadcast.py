@@ -22,9 +22,7 @@ def _start(invocation: Invocation, tensor: Tensor, root_rank: int, in_place: boo
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast; the result is a new tensor. Arguments and errors are those of broadcast().
-
-    Returns a handle for poll() and synchronize().
+    """Start a broadcast to new tensors. Arguments and errors are those of broadcast(). Returns a handle.
 
     Examples:
         >>> hvd.synchronize(hvd.broadcast_async(torch.full((2,), hvd.rank()), root_rank=1))
@@ -36,15 +34,10 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast in place. Arguments and errors are those of broadcast().
-
-    Do not use the tensor until the handle is synchronised. Returns a handle for poll() and synchronize(), whose result
-    is the tensor itself.
+    """Start a broadcast in place. Arguments and errors are those of broadcast(). Returns a handle of the tensor.
 
     Examples:
-        >>> tensor = torch.full((2,), hvd.rank())
-        >>> _ = hvd.synchronize(hvd.broadcast_async_(tensor, root_rank=1))
-        >>> tensor
+        >>> hvd.synchronize(hvd.broadcast_async_(torch.full((2,), hvd.rank()), root_rank=1))
         tensor([1, 1])
     """
     return _start(Invocation("broadcast_async_", name, process_set, single=True), tensor, root_rank, in_place=True)
@@ -53,9 +46,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Write the root's values into the tensor on all ranks. Arguments and errors are those of broadcast().
-
-    Returns the tensor itself.
+    """Broadcast in place. Arguments and errors are those of broadcast(). Returns the tensor itself.
 
     Examples:
         >>> hvd.broadcast_(torch.full((2,), hvd.rank()), root_rank=1)
@@ -67,14 +58,10 @@ def broadcast_(
 
 
 class BroadcastFunction(torch.autograd.Function):
-    """Broadcast whose gradient is the average of all ranks' gradients on the root and zero elsewhere, as Horovod's.
-
-    Its arguments are Horovod's, too: scripts call it as ``HorovodBroadcast``.
-    """
+    """Broadcast with the gradient, and the arguments, of Horovod's: scripts call it as ``HorovodBroadcast``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Any) -> Any:
-        """Return a new tensor."""
         invocation = Invocation("broadcast", name, process_set, waits=True, single=True)
         ctx.root_rank, ctx.invocation = root_rank, invocation
         return HANDLES.synchronize(_start(invocation, tensor, root_rank))
@@ -94,11 +81,11 @@ def broadcast(
 ) -> Tensor:
     """Give all ranks of ``process_set`` the tensor of ``root_rank``.
 
-    Differentiable: the root's gradient is the average of all ranks' gradients, that of other ranks is zero. The other
-    arguments and errors are those of allreduce().
+    The root's gradient is the average of all ranks' gradients, that of other ranks is zero. The other arguments and
+    errors are those of allreduce().
 
     Args:
-        tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks, and is not changed.
+        tensor: has the same shape and dtype (one of allreduce()'s, or bool) on all ranks.
         root_rank: counts among all ranks, not in the set.
 
     Returns:

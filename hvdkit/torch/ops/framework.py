@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -16,32 +13,16 @@ from hvdkit.api import checks
 from hvdkit.api.framework import RESULTS, Framework
 from hvdkit.api.operations import Operations
 from hvdkit.engine.ops.batch import DeviceArray
+from hvdkit.kernels.dtypes import BFLOAT16, Array
 from hvdkit.transports.gpu.streams import as_tensor as as_tensor
 from hvdkit.transports.gpu.streams import cuda_mark
 
-Array = npt.NDArray[Any]
-
-REDUCIBLE_DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+_REDUCIBLE = "uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+REDUCIBLE_DTYPES = tuple(getattr(torch, name) for name in _REDUCIBLE.split())
 MOVABLE_DTYPES = (*REDUCIBLE_DTYPES, torch.bool)
 
 # Results of this size and more lie in RESULTS, whose buffers are used again.
 HUGE_BYTES = 1 << 20
-
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
-# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -50,10 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype], single: bool = False) -> list[Tensor]:
-    """Return the tensors of an operation as a list; ``single``: ``tensors`` is one tensor.
-
-    Raises TypeError unless they are tensors, ValueError unless all are dense, of ``dtypes`` and on one device.
-    """
+    """Return tensors, or the ``single`` one, as a list. Raises errors as check_tensor, or unless on one device."""
     if single:
         check_tensor(function, tensors, dtypes, "tensor")
         return [tensors]
@@ -63,10 +41,8 @@ def check_tensors(function: str, tensors: Any, dtypes: Sequence[torch.dtype], si
         raise ValueError(f"{function}: tensors must hold at least one tensor, got an empty list")
     for index, tensor in enumerate(checked):
         check_tensor(function, tensor, dtypes, f"tensors[{index}]")
-        if tensor.device != checked[0].device:
-            raise ValueError(
-                f"{function}: tensors must be on the same device, got {checked[0].device} and {tensor.device}"
-            )
+        if tensor.device != (device := checked[0].device):
+            raise ValueError(f"{function}: tensors must be on the same device, got {device} and {tensor.device}")
     return checked
 
 
@@ -86,15 +62,12 @@ def check_tensor(function: str, tensor: Any, dtypes: Sequence[torch.dtype], argu
         raise ValueError(f"{function}: {argument} must hold data, got a tensor on the meta device")
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 def as_array(tensor: Tensor) -> Array:
     """Return an array of the same shape that shares the memory of a contiguous CPU tensor."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
+        return tensor.view(torch.int16).numpy().view(BFLOAT16)
     return tensor.numpy()
 
 
@@ -156,9 +129,10 @@ class TorchFramework(Framework[Tensor]):
 
     def integers(self, numbers: Sequence[int], splits: Any, device: torch.device) -> Tensor:
         """Return a vector of the type and on the device of ``splits`` if that is a tensor, else int32 on the CPU."""
-        if isinstance(splits, Tensor):
-            return torch.tensor(numbers, dtype=splits.dtype, device=splits.device)
-        return torch.tensor(numbers, dtype=torch.int32)
+        like = (
+            {"dtype": splits.dtype, "device": splits.device} if isinstance(splits, Tensor) else {"dtype": torch.int32}
+        )
+        return torch.tensor(numbers, **like)
 
     def check_writable(self, function: str, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError for a tensor that cannot be written in place because elements share memory."""
@@ -186,8 +160,7 @@ class TorchDeviceFramework(TorchFramework):
         return [resolved(tensor.detach()).contiguous() for tensor in tensors]
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Any]:
-        contiguous = torch.contiguous_format
-        return [resolved(tensor.detach()).clone(memory_format=contiguous) for tensor in tensors]
+        return [resolved(tensor.detach()).clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
     def arrays(self, buffers: list[Any]) -> list[Any]:
         return list(map(device_array, buffers))
@@ -214,9 +187,6 @@ def _tensor(made: Any) -> Tensor:
     return made if isinstance(made, Tensor) else as_tensor(made)
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
 class _NoGradient:
     """A context for autograd functions that keeps nothing, because nothing will be differentiated."""
 
@@ -234,10 +204,5 @@ def is_tracked(arguments: Sequence[Any]) -> bool:
 
 
 def apply(function: Any, *arguments: Any) -> Any:
-    """Return ``function.apply(*arguments)`` of a ``torch.autograd.Function``; faster if no gradient is needed.
-
-    Inside forward-mode differentiation PyTorch raises its own error about the missing derivative.
-    """
-    if is_tracked(arguments):
-        return function.apply(*arguments)
-    return function.forward(_NoGradient(), *arguments)
+    """Return ``function.apply(*arguments)`` of a ``torch.autograd.Function``; faster if no gradient is needed."""
+    return function.apply(*arguments) if is_tracked(arguments) else function.forward(_NoGradient(), *arguments)

@@ -14,17 +14,17 @@ from hvdkit.engine.ops.requests import ReduceRequest
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression, reduced
-from hvdkit.torch.ops.allgather import grouped_allgather
 from hvdkit.torch.ops.framework import OPERATIONS, REDUCIBLE_DTYPES, check_tensors
+from hvdkit.torch.ops.gather import grouped_allgather
 
 
 def _checked(
-    function: str, tensors: Any, op: Any, prescale_factor: Any, postscale_factor: Any, single: bool = False
+    function: str, tensors: Any, op: Any, prescale: Any, postscale: Any, single: bool = False
 ) -> tuple[list[Tensor], ReduceRequest]:
     """Return the tensors as a list, and the request; ``single``: ``tensors`` is one tensor."""
     checked = check_tensors(function, tensors, REDUCIBLE_DTYPES, single)
     reduce_op = checks.check_op(function, op, (ReduceOp.AVERAGE, ReduceOp.SUM))
-    return checked, ReduceRequest(reduce_op, *checks.check_factors(function, prescale_factor, postscale_factor))
+    return checked, ReduceRequest(reduce_op, *checks.check_factors(function, prescale, postscale))
 
 
 def reducescatter_async(
@@ -35,9 +35,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter; the result is a new tensor. Arguments and errors are those of reducescatter().
-
-    Returns a handle for poll() and synchronize().
+    """Start a reducescatter. Arguments and errors are those of reducescatter(). Returns a handle of a new tensor.
 
     Examples:
         >>> hvd.synchronize(hvd.reducescatter_async(torch.ones(4), op=hvd.Sum))
@@ -55,9 +53,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter of several tensors as one. Arguments and errors are those of grouped_reducescatter().
-
-    Returns a handle for poll() and synchronize(), whose result is a tuple of new tensors.
+    """Start a grouped_reducescatter(). Arguments and errors are those of grouped_reducescatter(). Returns a handle.
 
     Examples:
         >>> hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)], op=hvd.Sum))
@@ -72,18 +68,16 @@ class ReducescatterFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, request: ReduceRequest, *tensors: Tensor) -> Any:
-        """Return as many new tensors as there are ``tensors``."""
         outputs = HANDLES.synchronize(OPERATIONS.reducescatter(invocation, tensors, request))
         times = checks.size_of(invocation.process_set) if request.op == ReduceOp.SUM else 1
-        ctx.factors = [factor for factor in (times, request.prescale, request.postscale) if factor != 1]
-        ctx.invocation = invocation
+        ctx.invocation, ctx.factors = invocation, (times, request.prescale, request.postscale)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """Return None for each argument before the tensors, then their gradients."""
         scaled = list(grad_outputs)
-        for factor in ctx.factors:
+        for factor in filter(lambda factor: factor != 1, ctx.factors):
             scaled = [gradient * factor for gradient in scaled]
         invocation = ctx.invocation.of_gradient()
         return None, None, *grouped_allgather(scaled, name=invocation.name, process_set=invocation.process_set)
@@ -100,12 +94,11 @@ def reducescatter(
 ) -> Tensor:
     """Reduce a tensor over all ranks of ``process_set`` and keep this rank's share of the rows.
 
-    Differentiable: the gradient is the gathered gradients of all shares, times the number of ranks for Sum. The other
-    arguments and errors are those of allreduce().
+    The gradient is the gathered gradients of all shares, times the number of ranks for Sum. The other arguments and
+    errors are those of allreduce().
 
     Args:
-        tensor: has at least one dimension and the same shape and dtype (one of allreduce()'s) on all ranks; it is not
-            changed.
+        tensor: has at least one dimension and the same shape and dtype (one of allreduce()'s) on all ranks.
         op: hvd.Average or hvd.Sum.
 
     Returns:
@@ -129,9 +122,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reducescatter several tensors as one operation.
-
-    The other arguments, gradients and errors are those of reducescatter().
+    """Reducescatter several tensors as one. Other arguments, gradients and errors are those of reducescatter().
 
     Args:
         tensors: a list of tensors, all on one device, each as in reducescatter().

@@ -11,8 +11,8 @@ from hvdkit import kernels
 from hvdkit.api import checks
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels import ReduceOp, Scale
-from hvdkit.torch.ops.allgather import grouped_allgather_async
 from hvdkit.torch.ops.framework import OPERATIONS
+from hvdkit.torch.ops.gather import grouped_allgather_async
 from hvdkit.torch.ops.sync import synchronize
 from hvdkit.transports.gpu.device_codecs import rescale_
 
@@ -23,16 +23,14 @@ def sparse_allreduce_async(
     """Start the allreduce of a sparse COO tensor.
 
     Args:
-        tensor: has the same shape, dtype and number of sparse dimensions on all ranks and any number of nonzero
-            elements; it is not changed.
+        tensor: has the same shape, dtype and number of sparse dimensions on all ranks.
         name: tells concurrent operations apart.
         op: hvd.Average or hvd.Sum.
         process_set: the ranks that take part.
 
     Returns:
         A function that waits for the result and returns a new sparse COO tensor. In a sum, an element that several
-        ranks have stands several times, and ``coalesce()`` adds them up. An average is coalesced, because the sum is
-        divided; averages of integers are cut off.
+        ranks have stands several times, and ``coalesce()`` adds them up. An average is coalesced.
 
     Raises:
         TypeError, ValueError: for wrong arguments.
@@ -58,19 +56,17 @@ def sparse_allreduce_async(
     def wait() -> Tensor:
         all_indices, all_values = synchronize(handle)
         gathered = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=True)
-        return _average(gathered, checks.size_of(process_set)) if reduce_op == ReduceOp.AVERAGE else gathered
+        if reduce_op == ReduceOp.SUM:
+            return gathered
+        size = checks.size_of(process_set)
+        with kernels.DefaultFloats():  # every rank computes it for itself
+            total = gathered.coalesce()
+        values = total._values()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        if values.is_floating_point():
+            rescale_(values.view(-1), Scale(divisor=size))
+        else:
+            torch.div(values, size, rounding_mode="trunc", out=values)
+        return total
 
     return wait
-
-
-def _average(gathered: Tensor, size: int) -> Tensor:
-    """Return the sum of all ranks' elements, divided by the number of ranks; every rank computes it for itself."""
-    with kernels.DefaultFloats():
-        total = gathered.coalesce()
-    values = total._values()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    if values.is_floating_point():
-        rescale_(values.view(-1), Scale(divisor=size))
-    else:
-        torch.div(values, size, rounding_mode="trunc", out=values)
-    return total

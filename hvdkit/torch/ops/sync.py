@@ -21,18 +21,15 @@ def poll(handle: int) -> bool:
         >>> handle = hvd.allreduce_async(torch.ones(3))
         >>> while not hvd.poll(handle):
         ...     pass  # do something else
-        >>> hvd.synchronize(handle)
-        tensor([1., 1., 1.])
     """
     return HANDLES.poll(check_handle("poll", handle))
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for the asynchronous operation that returned ``handle``.
+    """Wait for the asynchronous operation that returned ``handle``; until then do not change or use its tensors.
 
     Returns:
-        The operation's result, which is a tensor, and for a group a tuple of tensors; None for a handle that is unknown
-        or was synchronised already.
+        The operation's result, a tensor or a tuple of tensors; None for an unknown or a synchronised handle.
 
     Raises:
         TypeError: unless it is an integer.
@@ -49,8 +46,8 @@ def synchronize(handle: int) -> Any:
 def join(device: int = -1) -> int:
     """Tell all ranks that this rank has no more data, and block until all ranks have joined.
 
-    Until then this rank adds zeros to the other ranks' allreduces; their other operations fail. This rank misses their
-    training steps: broadcast parameters and the optimizer's state from the rank that joined last.
+    Until then this rank adds zeros to the other ranks' allreduces; their other operations fail. Broadcast parameters
+    and the optimizer's state afterwards, from the rank that joined last.
 
     Args:
         device: the CUDA device of the zeros; by default the device that this rank has used, or the current device.
@@ -70,18 +67,14 @@ def join(device: int = -1) -> int:
         >>> total  # on rank 1, whose last batch is added to zeros: tensor([1.])
         tensor([2.])
     """
-    engine = runtime.engine()
-    name = None
+    engine, name = runtime.engine(), None
     if "cuda" in engine.transport.device_types:
         name = f"cuda:{device if device >= 0 else torch.cuda.current_device()}"
     return int(engine.join(name).wait())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all ranks of ``process_set`` have called it.
-
-    Raises ValueError on a rank that is not in the set, TypeError unless it is a ProcessSet, HorovodInternalError if a
-    rank is lost.
+    """Block until all ranks of ``process_set`` have called it. Raises errors for a wrong set, and if a rank is lost.
 
     Examples:
         >>> if hvd.rank() == 0:
@@ -89,5 +82,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         >>> hvd.barrier()
         >>> state = torch.load("model.pt")  # which is there now, on all ranks
     """
-    engine = runtime.engine()
-    engine.named.barrier(check_process_set("barrier", process_set)).wait()
+    runtime.engine().named.barrier(check_process_set("barrier", process_set)).wait()
