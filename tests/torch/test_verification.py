@@ -1,7 +1,8 @@
-"""HVDKIT_VERIFY=1 on real ranks: what makes parameters differ is an error on all ranks, and nothing else is."""
+"""HVDKIT_VERIFY on real ranks: what makes parameters differ is an error on all ranks, and nothing else is."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,35 +18,29 @@ from hvdkit.errors import HorovodInternalError, ParametersDifferError
 from hvdkit.torch.gradients.verification import CHUNK, device_hash, hashes_of
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip
-from tests.told import warned
+from tests.told import told, warned
 from tests.torch.optimizer_support import (
     assert_close,
     assert_identical,
     batch,
-    expect,
+    distributed_sgd,
     loss_of,
     make_net,
     no_warnings,
     train_step,
+    update,
 )
-from tests.torch.test_optimizer import distributed_sgd
 
 pytestmark = on_ranks(2, 3, HVDKIT_VERIFY="1", HVDKIT_DYNAMIC_PROCESS_SETS="1")
 
 BROADCAST = "hvd.broadcast_parameters(model"
 
 
-def only_with_others(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("needs other ranks")
-
-
 @contextmanager
 def differing(hvd: Any, step: int, *texts: str) -> Iterator[None]:
     """The block raises on every rank that parameters differ after a step, and how."""
-    with expect(ParametersDifferError, f"after step {step}:", "HINT", *texts):
+    with told(ParametersDifferError, f"after step {step}:", "HINT", *texts):
         yield
-    assert isinstance(ParametersDifferError(""), HorovodInternalError)
 
 
 def last(hvd: Any) -> bool:
@@ -66,7 +61,6 @@ def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
 
 
 def test_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) -> None:
-    only_with_others(hvd)
     net = make_net(seed=1 + last(hvd))
     optimizer = distributed_sgd(hvd, net)
     with warned(BROADCAST):  # on every rank
@@ -79,7 +73,6 @@ def test_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) 
 
 
 def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
-    only_with_others(hvd)
     for options in ({}, {"op": hvd.Adasum} if hvd.size() != 3 else {"op": hvd.Sum}):
         for waits in (False, True):
             net = make_net(seed=1 + last(hvd))
@@ -87,8 +80,7 @@ def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
             loss_of(net, batch(hvd.rank())).backward()
             if waits and "op" not in options:
                 optimizer.synchronize()
-                with optimizer.skip_synchronize():
-                    optimizer.step()
+                update(optimizer)
             else:
                 optimizer.step()
             optimizer.zero_grad()
@@ -99,7 +91,6 @@ def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
 
 
 def test_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -> None:
-    only_with_others(hvd)
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train(hvd, optimizer, net, 4)
@@ -110,7 +101,6 @@ def test_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -
 
 
 def test_a_gradient_changed_unseen_is_found(hvd: Any) -> None:
-    only_with_others(hvd)
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train(hvd, optimizer, net, 2)
@@ -118,8 +108,7 @@ def test_a_gradient_changed_unseen_is_found(hvd: Any) -> None:
     optimizer.synchronize()
     if last(hvd):
         net.hidden.weight.grad.data.mul_(1.01)
-    with optimizer.skip_synchronize():
-        optimizer.step()  # a rank may leave this out, so nobody waits for others here
+    update(optimizer)  # a rank may leave this out, so nobody waits for others here
     with differing(hvd, 3, "'hidden.weight' (of 8) differ", "through .data", against_the_last(hvd)):
         train_step(optimizer, net, batch(hvd.rank()))
 
@@ -145,15 +134,13 @@ def test_clipping_scaling_and_steps_left_out_are_none(hvd: Any) -> None:
 
 
 def test_a_rank_that_leaves_its_update_out_stops_nobody(hvd: Any) -> None:
-    only_with_others(hvd)
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     for step in range(3):
         loss_of(net, batch(hvd.rank(), step)).backward()
         optimizer.synchronize()
         if step != 1 or not last(hvd):
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            update(optimizer)
         optimizer.zero_grad()
     with differing(hvd, 3, "a step that one rank left out", against_the_last(hvd)):
         train_step(optimizer, net, batch(hvd.rank()))
@@ -169,6 +156,13 @@ def test_every_way_to_train_passes(hvd: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_identical(hvd, net)
+    nets = [make_net(), make_net(2)]
+    optimizers = [distributed_sgd(hvd, net) for net in nets]
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train_step(optimizer, net, batch(hvd.rank(), step))
+    for net in nets:
+        assert_identical(hvd, net)
 
 
 def test_parameters_frozen_thawed_and_added_go_on(hvd: Any) -> None:
@@ -181,16 +175,14 @@ def test_parameters_frozen_thawed_and_added_go_on(hvd: Any) -> None:
     optimizer.add_param_group({"params": [extra]})
     train(hvd, optimizer, net)
     assert_identical(hvd, net)
-    if hvd.size() > 1:
-        extra.data += hvd.rank()
-        with differing(hvd, 10):
-            train_step(optimizer, net, batch(hvd.rank()))
+    extra.data += hvd.rank()
+    with differing(hvd, 10):
+        train_step(optimizer, net, batch(hvd.rank()))
 
 
 def test_closures_of_an_optimizer_that_searches(hvd: Any) -> None:
     net = make_net()
-    lbfgs = torch.optim.LBFGS(net.parameters(), max_iter=3)
-    optimizer = hvd.DistributedOptimizer(lbfgs, named_parameters=net.named_parameters())
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), max_iter=3), net.named_parameters())
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -204,7 +196,6 @@ def test_closures_of_an_optimizer_that_searches(hvd: Any) -> None:
 
 
 def test_sparse_and_dense_gradients_together(hvd: Any) -> None:
-    only_with_others(hvd)
     torch.manual_seed(1)
     table, dense = nn.Embedding(20, 3, sparse=True), nn.Linear(3, 1)
     if last(hvd):
@@ -226,7 +217,6 @@ def test_sparse_and_dense_gradients_together(hvd: Any) -> None:
 
 
 def test_adasum_is_compared_in_its_step(hvd: Any) -> None:
-    only_with_others(hvd)
     if hvd.size() == 3:
         raise Skip("Adasum needs a power of two")
     net = make_net()
@@ -239,7 +229,6 @@ def test_adasum_is_compared_in_its_step(hvd: Any) -> None:
 
 
 def test_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
-    only_with_others(hvd)
     for op in (hvd.Average, hvd.Adasum) if hvd.size() != 3 else (hvd.Average,):
         net = make_net()
         optimizer = distributed_sgd(hvd, net, op=op)
@@ -258,7 +247,6 @@ def test_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
 
 
 def test_process_sets_are_compared_among_themselves(hvd: Any) -> None:
-    only_with_others(hvd)
     if hvd.size() < 3:
         raise Skip("needs a set of several ranks, and others")
     first, rest = hvd.add_process_set([0]), hvd.add_process_set(list(range(1, hvd.size())))
@@ -280,7 +268,6 @@ def test_process_sets_are_compared_among_themselves(hvd: Any) -> None:
 
 
 def test_a_step_given_up_on_one_rank_is_the_lanes_error(hvd: Any) -> None:
-    only_with_others(hvd)
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train(hvd, optimizer, net)
@@ -289,7 +276,7 @@ def test_a_step_given_up_on_one_rank_is_the_lanes_error(hvd: Any) -> None:
     if last(hvd):
         optimizer.load_state_dict(state)
         loss_of(net, batch(hvd.rank())).backward()
-    with expect(HorovodInternalError, "gave up a step"):
+    with told(HorovodInternalError, "gave up a step"):
         optimizer.step()
         train(hvd, optimizer, net, 1)
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
@@ -310,7 +297,6 @@ def threads_by_rank(hvd: Any) -> Iterator[None]:
 
 
 def test_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) -> None:
-    only_with_others(hvd)
     for op in (hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum):
         with threads_by_rank(hvd):
             net = make_net()
@@ -332,7 +318,6 @@ def test_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) 
 
 
 def test_unrelated_models_are_an_error_whatever_ranks_compute_on(hvd: Any) -> None:
-    only_with_others(hvd)
     for op in (hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum):
         with threads_by_rank(hvd):
             net = make_net(seed=1 + hvd.rank())
@@ -348,7 +333,6 @@ def test_unrelated_models_are_an_error_whatever_ranks_compute_on(hvd: Any) -> No
 
 
 def test_differences_are_measured_where_the_next_step_tells_them(hvd: Any) -> None:
-    only_with_others(hvd)
     with threads_by_rank(hvd):
         net = make_net()
         optimizer = distributed_sgd(hvd, net)
@@ -356,8 +340,7 @@ def test_differences_are_measured_where_the_next_step_tells_them(hvd: Any) -> No
         def step() -> None:
             loss_of(net, batch(hvd.rank())).backward()
             optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            update(optimizer)
             optimizer.zero_grad()
 
         step()
@@ -423,28 +406,57 @@ def test_parameters_of_strange_sizes_and_strides_are_no_different(hvd: Any) -> N
     for ours, expected in zip(*optimizers, strict=True):
         if ours.requires_grad and ours.numel():
             assert_close(ours.double(), expected.double(), {2: 1e-2, 4: 1e-6, 8: 1e-12}[ours.element_size()])
-    if hvd.size() > 1:
-        with threads_by_rank(hvd):
-            parameters = strange_parameters()
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1e-3))
-            if last(hvd):
-                parameters[0] = nn.Parameter(parameters[0])
-                parameters[3].data *= 2
-            for step in (1, 2):
-                sum((one.double() ** 2).sum() for one in parameters[1:] if one.requires_grad).backward()
-                with differing(hvd, 2, "'allreduce.noname.0.3'") if step == 2 else warned(BROADCAST):
-                    optimizer.step()
-                optimizer.zero_grad()
+    with threads_by_rank(hvd):
+        parameters = strange_parameters()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1e-3))
+        if last(hvd):
+            parameters[0] = nn.Parameter(parameters[0])
+            parameters[3].data *= 2
+        for step in (1, 2):
+            sum((one.double() ** 2).sum() for one in parameters[1:] if one.requires_grad).backward()
+            with differing(hvd, 2, "'allreduce.noname.0.3'") if step == 2 else warned(BROADCAST):
+                optimizer.step()
+            optimizer.zero_grad()
 
 
-def test_two_optimizers_take_turns(hvd: Any) -> None:
-    nets = [make_net(), make_net(2)]
-    optimizers = [distributed_sgd(hvd, net) for net in nets]
-    for step in range(4):
-        for net, optimizer in zip(nets, optimizers, strict=True):
+@contextmanager
+def verifying(hvd: Any, value: str | None) -> Iterator[None]:
+    """Run the block in a job of this HVDKIT_VERIFY, or of none."""
+    before = os.environ.pop("HVDKIT_VERIFY")
+    if value is not None:
+        os.environ["HVDKIT_VERIFY"] = value
+    hvd.shutdown()
+    hvd.init()
+    try:
+        yield
+    finally:
+        os.environ["HVDKIT_VERIFY"] = before
+        hvd.shutdown()
+        hvd.init()
+
+
+def test_nothing_is_compared_where_it_is_switched_off(hvd: Any) -> None:
+    with verifying(hvd, "0"):
+        net = make_net(seed=hvd.rank())
+        train(hvd, distributed_sgd(hvd, net), net, 11)
+
+
+def test_by_default_the_first_step_warns_and_the_tenth_raises(hvd: Any) -> None:
+    with verifying(hvd, None):
+        for op in (hvd.Average, hvd.Adasum) if hvd.size() != 3 else (hvd.Average,):
+            net = make_net(seed=hvd.rank())
+            optimizer = distributed_sgd(hvd, net, op=op)
+            with warned(BROADCAST):
+                train(hvd, optimizer, net, 9)
+            with differing(hvd, 10, BROADCAST):
+                train_step(optimizer, net, batch(hvd.rank()))
+        net = make_net()
+        optimizer = distributed_sgd(hvd, net)
+        for step in range(1, 10):
             train_step(optimizer, net, batch(hvd.rank(), step))
-    for net in nets:
-        assert_identical(hvd, net)
+            net.out.bias.data += hvd.rank()
+        with differing(hvd, 10, "'out.bias' (of 8) differ", "HVDKIT_VERIFY=1"):
+            train_step(optimizer, net, batch(hvd.rank()))
 
 
 def test_the_rest_of_the_job_goes_on(hvd: Any) -> None:
