@@ -228,36 +228,6 @@ def test_all_futures_end_where_the_device_fails_again_in_saying_so() -> None:
     on_threads(1, run)
 
 
-def test_a_job_that_raises_is_told_and_the_next_ones_run(caplog: pytest.LogCaptureFixture) -> None:
-    def run(session: Session) -> None:
-        with hook_on(session) as hook:
-            done = threading.Event()
-            hook._worker.run(lambda: 1 // 0)  # type: ignore[union-attr, arg-type, return-value]
-            hook._worker.run(done.set)  # type: ignore[union-attr]
-            assert done.wait(10)
-
-    on_threads(1, run)
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_all_hooks_are_told_to_end_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Pretend:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def tell_to_end(self) -> None:
-            calls.append(f"tell {self.name}")
-
-        def end(self, deadline: float) -> None:
-            calls.append(f"end {self.name}")
-
-    monkeypatch.setattr(group, "_SERVING", {Pretend(name): None for name in "cab"})
-    group._end_all()
-    assert calls == ["tell c", "tell a", "tell b", "end c", "end a", "end b"]
-
-
 def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error() -> None:
     def run(session: Session) -> tuple[dict[str, Any], Any]:
         with hook_on(session) as hook:

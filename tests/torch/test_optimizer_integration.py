@@ -19,7 +19,6 @@ from tests.torch.optimizer_support import (
     Passing,
     assert_close,
     assert_identical,
-    assert_reduces,
     batch,
     distributed_sgd,
     loss_of,
@@ -223,24 +222,6 @@ def test_grad_scaler_step_needs_no_synchronize(hvd: Any) -> None:
         pair.check()
 
 
-def test_grad_scaler_with_clipping(hvd: Any) -> None:
-    pair = Comparison(hvd)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for step in range(3):
-        pair.zero_grad()
-        scaler.scale(loss_on(pair.net, [hvd.rank()], step)).backward()
-        loss_on(pair.alone, range(hvd.size()), step).backward()
-        pair.optimizer.synchronize()
-        scaler.unscale_(pair.optimizer)
-        for net in (pair.net, pair.alone):
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-        with no_warnings(), pair.optimizer.skip_synchronize():
-            scaler.step(pair.optimizer)
-        scaler.update()
-        pair.plain.step()
-        pair.check()
-
-
 def test_gans(hvd: Any) -> None:
     for freezes in (True, False):
         torch.manual_seed(5)
@@ -284,39 +265,6 @@ def test_compiled_step(hvd: Any) -> None:
     pair.check()
 
 
-def test_lazy_module(hvd: Any) -> None:
-    torch.manual_seed(4)
-    net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
-    optimizer = distributed_sgd(hvd, net)
-    for step in range(4):
-        optimizer.zero_grad()
-        net(torch.full((2, 3), hvd.rank() - 1.0)).square().sum().backward()
-        optimizer.step()
-        if step == 0:  # the first forward pass made the weights, differently on each rank
-            hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    assert_identical(hvd, net)
-
-
-def test_checkpointed_layers(hvd: Any) -> None:
-    net = make_net()
-
-    def loss(net: nn.Module, ranks: Any, step: int) -> torch.Tensor:
-        return loss_on(nn.Sequential(Checkpointed(net)), ranks, step)
-
-    assert_reduces(hvd, distributed_sgd(hvd, net), net, loss=loss)
-
-
-class Checkpointed(nn.Module):
-    """A model whose forward pass is computed once more in the backward pass."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.net, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 class Twice(nn.Module):
     """A block that is used twice, inside and outside of checkpoints, and a layer of which it has the weights."""
 
@@ -354,14 +302,3 @@ def test_reentrant_checkpoints_around_what_is_used_twice(hvd: Any) -> None:
     ways = ("twice", "inside, then outside", "outside, then inside", "inside of another", "tied")
     for way, options in [*((way, {}) for way in ways), ("twice", {"groups": 2}), ("twice", {"compression": Passing})]:
         Comparison(hvd, lambda: Twice().double(), loss=loss, relative=1e-10, **options).train(4, way=way)
-
-
-def test_ranks_that_run_out_of_data_join(hvd: Any) -> None:
-    for codec in (hvd.Compression.none, hvd.Compression.fp16):
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net, compression=codec)
-        for step in range(2 + hvd.rank()):
-            train_step(optimizer, net, batch(hvd.rank(), step))
-        assert hvd.join() in range(hvd.size())
-        hvd.broadcast_parameters(net.state_dict(), root_rank=hvd.size() - 1)
-        assert_identical(hvd, net)

@@ -46,25 +46,6 @@ pytestmark = [
 ]
 
 
-def test_gradients_kept_over_zero_grad_keep_their_values(hvd: Any) -> None:
-    pair, everything = wide(hvd), []
-    for step in range(4):
-        losses = []
-        for power in (2, 3):  # gradient surgery: the second loss's are computed while the first one's are kept
-            pair.zero_grad()
-            pair.backward(step, power=power)
-            pair.optimizer.synchronize()
-            losses.append((gradients(pair.net), gradients(pair.alone)))
-        everything += [(kept, kept.clone()) for kept in losses[0][0] + losses[1][0]]
-        pair.zero_grad()
-        for side, (net, _, _) in enumerate(pair.sides):
-            for parameter, first, second in zip(net.parameters(), losses[0][side], losses[1][side], strict=True):
-                parameter.grad = first - 0.5 * second
-        pair.update()
-        pair.check()
-    assert all(torch.equal(kept, before) for kept, before in everything)
-
-
 def test_a_model_that_is_moved_to_shared_memory_is_still_reduced(hvd: Any) -> None:
     pair = wide(hvd)
     for step in range(6):
@@ -321,24 +302,3 @@ def test_accumulation_in_place_and_replaced(hvd: Any) -> None:
         pair.optimizer.synchronize()
         assert same_tensors(gradients(pair.net), taken)
         pair.check_gradients()
-
-
-def test_a_gradient_may_be_set_and_shared_after_synchronize(hvd: Any) -> None:
-    pair = wide(hvd)
-    for step in range(6):
-        pair.zero_grad(set_to_none=False)
-        pair.backward(step)
-        pair.optimizer.synchronize()
-        pair.check_gradients()
-        first, *_, last = gradients(pair.net)
-        if step % 3 == 0:
-            first.share_memory_()
-            last.share_memory_()
-        elif step % 3 == 1:
-            first.set_(first.clone())
-            last.data = last.data.clone()
-        else:
-            first.set_((torch.cat([torch.zeros_like(first), first]))[first.shape[0] :])
-            last.data.mul_(1.0)
-        pair.update()
-    pair.check()

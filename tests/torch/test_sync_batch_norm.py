@@ -15,7 +15,7 @@ from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.told import told
 
-pytestmark = on_ranks(1, 2, 3, 4)
+pytestmark = on_ranks(1, 2, 3)
 
 SHAPES = [(4,), (4, 5), (4, 3, 2), (4, 2, 3, 2)]  # channels first, then the places
 

@@ -27,8 +27,8 @@ from tests.ranks import ROOT, Skip
 from tests.torch.optimizer_support import batch, loss_of, make_net, train_step
 
 pytestmark = [
-    on_ranks(1, 2, 3, 4, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
-    on_ranks(1, 2, 3, 4, name="no memory", HVDKIT_NODE_MEMORY="0", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks(1, 2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks((3, "torch"), name="no memory", HVDKIT_NODE_MEMORY="0", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
     on_ranks((3, "torch"), name="nodes", per_node=1, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
 ]
 

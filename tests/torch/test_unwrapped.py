@@ -15,7 +15,8 @@ from torch import nn
 from hvdkit.api.gradients.guard import is_settled
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip, free_port
-from tests.torch.optimizer_support import batch, expect, loss_of, make_net, no_warnings, train_step
+from tests.told import told
+from tests.torch.optimizer_support import batch, loss_of, make_net, no_warnings, train_step
 
 pytestmark = on_ranks(1, 2, 3)
 
@@ -53,25 +54,22 @@ def warned(hvd: Any, *texts: str) -> Iterator[None]:
     assert all(Path(one.filename).parent == Path(__file__).parent for one in ours), "it points to the user's step()"
 
 
+def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
+    for step in range(steps):
+        train_step(optimizer, net, batch(hvd.rank(), step))
+
+
 def test_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
     hvd.broadcast_parameters(make_net().state_dict(), 0)  # reduces nothing
-    for _ in range(2):  # each of them
+    for named in (False, True):  # each of them
         net = make_net()
-        optimizer = sgd(net)
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1) if named else sgd(net)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         with warned(hvd):
             optimizer.step()  # of which nothing has a gradient
-        with warned(hvd, ALONE):
-            train_step(optimizer, net, batch(hvd.rank()))
-            train_step(optimizer, net, batch(hvd.rank()))
-
-
-def test_a_scheduler_and_named_parameters_change_nothing(hvd: Any) -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with warned(hvd, ALONE.replace("(first: of", "(first: 'conv.weight', of")):
-        train_step(optimizer, net, batch(hvd.rank()))
-        scheduler.step()
+        with warned(hvd, ALONE.replace("(first: of", "(first: 'conv.weight', of") if named else ALONE):
+            train(hvd, optimizer, net, 2)
+            scheduler.step()
 
 
 def test_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
@@ -91,8 +89,7 @@ def test_a_wrapped_optimizer_does_not_warn(hvd: Any) -> None:
         net = make_net()
         wrapped = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), **options)
         with no_warnings():
-            for step in range(3):
-                train_step(wrapped, net, batch(hvd.rank(), step))
+            train(hvd, wrapped, net)
             wrapped.synchronize()
 
 
@@ -108,18 +105,14 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def test_one_that_is_made_of_others_does_not_warn_where_it_is_wrapped(hvd: Any) -> None:
-    ops = [hvd.Average] if hvd.size() & (hvd.size() - 1) else [hvd.Average, hvd.Adasum]
-    for op in ops:
+    for op in [hvd.Average] if hvd.size() & (hvd.size() - 1) else [hvd.Average, hvd.Adasum]:
         net = make_net()
         wrapped = hvd.DistributedOptimizer(Lookahead(sgd(net)), net.named_parameters(), op=op)
         with no_warnings():
-            for step in range(3):
-                train_step(wrapped, net, batch(hvd.rank(), step))
+            train(hvd, wrapped, net)
     net = make_net()
-    outer = Lookahead(hvd.DistributedOptimizer(sgd(net), net.named_parameters()))
     with no_warnings():
-        for step in range(3):
-            train_step(outer, net, batch(hvd.rank(), step))
+        train(hvd, Lookahead(hvd.DistributedOptimizer(sgd(net), net.named_parameters())), net)
 
 
 def test_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
@@ -209,7 +202,7 @@ def test_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
         train_step(optimizer, net, batch(hvd.rank()))
         train_step(outer, net, batch(hvd.rank()))
     for wrong in (net, None, torch.optim.SGD):
-        with expect(TypeError, "unsynchronized: optimizer must be one of PyTorch or Keras, got"):
+        with told(TypeError, "unsynchronized: optimizer must be one of PyTorch or Keras, got"):
             hvd.unsynchronized(wrong)
 
 
@@ -252,8 +245,7 @@ def test_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
         for model in [DistributedDataParallel(nets[0]), fully_shard(nets[1])]:
             optimizer = sgd(model)
             with no_warnings():
-                for step in range(2):
-                    train_step(optimizer, model, batch(hvd.rank(), step))
+                train(hvd, optimizer, model, 2)
 
 
 def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: Any) -> None:
@@ -268,8 +260,7 @@ def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: 
                     dist.all_reduce(parameter.grad)
             optimizer.step()
     with warned(hvd, ALONE):  # once there is no group that could reduce them
-        for step in range(2):
-            train_step(optimizer, net, batch(hvd.rank(), step))
+        train(hvd, optimizer, net, 2)
 
 
 def test_after_the_job_nothing_is_said(hvd: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hvdkit import kernels
 from hvdkit.engine.session import runtime
-from hvdkit.errors import HorovodInternalError, ParametersDifferError
+from hvdkit.errors import ParametersDifferError
 from hvdkit.torch.gradients.verification import CHUNK, device_hash, hashes_of
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip
@@ -55,6 +55,11 @@ def against_the_last(hvd: Any) -> str:
     return f"The values of rank {hvd.size() - 1} differ from those of ranks {others}"
 
 
+def averages_and_adasum(hvd: Any) -> list[Any]:
+    """Return reductions of which the second is compared in its own step."""
+    return [hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum]
+
+
 def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
     for step in range(steps):
         train_step(optimizer, net, batch(hvd.rank(), step))
@@ -73,31 +78,31 @@ def test_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) 
 
 
 def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
-    for options in ({}, {"op": hvd.Adasum} if hvd.size() != 3 else {"op": hvd.Sum}):
-        for waits in (False, True):
-            net = make_net(seed=1 + last(hvd))
-            optimizer = distributed_sgd(hvd, net, **options)
-            loss_of(net, batch(hvd.rank())).backward()
-            if waits and "op" not in options:
-                optimizer.synchronize()
-                update(optimizer)
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-            hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-            train(hvd, optimizer, net, 4)
-            assert_identical(hvd, net)
+    average, other = averages_and_adasum(hvd)
+    for op, waits in ((average, False), (average, True), (other, False)):
+        net = make_net(seed=1 + last(hvd))
+        optimizer = distributed_sgd(hvd, net, op=op)
+        loss_of(net, batch(hvd.rank())).backward()
+        if waits:
+            optimizer.synchronize()
+            update(optimizer)
+        else:
+            optimizer.step()
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        train(hvd, optimizer, net, 4)
+        assert_identical(hvd, net)
 
 
 def test_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
-    train(hvd, optimizer, net, 4)
-    if last(hvd):
-        net.out.bias.data[1] += 1e-6
-    with differing(hvd, 5, "'out.bias' (of 8) differ", against_the_last(hvd)):
-        train_step(optimizer, net, batch(hvd.rank()))
+    for op in averages_and_adasum(hvd):
+        net = make_net()
+        optimizer = distributed_sgd(hvd, net, op=op)
+        train(hvd, optimizer, net, 4)
+        if last(hvd):
+            net.out.bias.data[1] += 1e-6
+        with differing(hvd, 5, "'out.bias' (of 8) differ", against_the_last(hvd)):
+            train_step(optimizer, net, batch(hvd.rank()))
 
 
 def test_a_gradient_changed_unseen_is_found(hvd: Any) -> None:
@@ -180,21 +185,6 @@ def test_parameters_frozen_thawed_and_added_go_on(hvd: Any) -> None:
         train_step(optimizer, net, batch(hvd.rank()))
 
 
-def test_closures_of_an_optimizer_that_searches(hvd: Any) -> None:
-    net = make_net()
-    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), max_iter=3), net.named_parameters())
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(net, batch(hvd.rank()))
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    assert_identical(hvd, net)
-
-
 def test_sparse_and_dense_gradients_together(hvd: Any) -> None:
     torch.manual_seed(1)
     table, dense = nn.Embedding(20, 3, sparse=True), nn.Linear(3, 1)
@@ -216,30 +206,16 @@ def test_sparse_and_dense_gradients_together(hvd: Any) -> None:
         step()
 
 
-def test_adasum_is_compared_in_its_step(hvd: Any) -> None:
-    if hvd.size() == 3:
-        raise Skip("Adasum needs a power of two")
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net, op=hvd.Adasum)
-    train(hvd, optimizer, net)
-    if last(hvd):
-        net.out.bias.data += 1
-    with differing(hvd, 4, "'out.bias' (of 8) differ", against_the_last(hvd)):
-        train_step(optimizer, net, batch(hvd.rank()))
-
-
 def test_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
-    for op in (hvd.Average, hvd.Adasum) if hvd.size() != 3 else (hvd.Average,):
+    for op in averages_and_adasum(hvd):
         net = make_net()
         optimizer = distributed_sgd(hvd, net, op=op)
         train(hvd, optimizer, net, 3 + 2 * hvd.rank())
         hvd.join()
-        if op is hvd.Average:
-            with differing(hvd, 4 + 2 * (hvd.size() - 1), "hvd.join() with nothing broadcast after it"):
-                train_step(optimizer, net, batch(hvd.rank()))
-        else:
-            with differing(hvd, 1):  # counted from the join
-                train_step(optimizer, net, batch(hvd.rank()))
+        # Adasum counts its steps from the join.
+        step = 1 if op is hvd.Adasum else 4 + 2 * (hvd.size() - 1)
+        with differing(hvd, step, *[] if op is hvd.Adasum else ["hvd.join() with nothing broadcast after it"]):
+            train_step(optimizer, net, batch(hvd.rank()))
         hvd.broadcast_parameters(net.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         train(hvd, optimizer, net)
@@ -267,24 +243,6 @@ def test_process_sets_are_compared_among_themselves(hvd: Any) -> None:
     hvd.remove_process_set(rest)
 
 
-def test_a_step_given_up_on_one_rank_is_the_lanes_error(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
-    train(hvd, optimizer, net)
-    state = optimizer.state_dict()
-    loss_of(net, batch(hvd.rank())).backward()
-    if last(hvd):
-        optimizer.load_state_dict(state)
-        loss_of(net, batch(hvd.rank())).backward()
-    with told(HorovodInternalError, "gave up a step"):
-        optimizer.step()
-        train(hvd, optimizer, net, 1)
-    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    optimizer.load_state_dict(state)
-    train(hvd, optimizer, net)
-    assert_identical(hvd, net)
-
-
 @contextmanager
 def threads_by_rank(hvd: Any) -> Iterator[None]:
     """In the block, which is no small one, no two ranks compute on as many threads."""
@@ -297,7 +255,7 @@ def threads_by_rank(hvd: Any) -> Iterator[None]:
 
 
 def test_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) -> None:
-    for op in (hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum):
+    for op in averages_and_adasum(hvd):
         with threads_by_rank(hvd):
             net = make_net()
             optimizer = distributed_sgd(hvd, net, op=op)
@@ -318,7 +276,7 @@ def test_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) 
 
 
 def test_unrelated_models_are_an_error_whatever_ranks_compute_on(hvd: Any) -> None:
-    for op in (hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum):
+    for op in averages_and_adasum(hvd):
         with threads_by_rank(hvd):
             net = make_net(seed=1 + hvd.rank())
             optimizer = distributed_sgd(hvd, net, op=op)
@@ -443,7 +401,7 @@ def test_nothing_is_compared_where_it_is_switched_off(hvd: Any) -> None:
 
 def test_by_default_the_first_step_warns_and_the_tenth_raises(hvd: Any) -> None:
     with verifying(hvd, None):
-        for op in (hvd.Average, hvd.Adasum) if hvd.size() != 3 else (hvd.Average,):
+        for op in averages_and_adasum(hvd):
             net = make_net(seed=hvd.rank())
             optimizer = distributed_sgd(hvd, net, op=op)
             with warned(BROADCAST):

@@ -51,31 +51,36 @@ def optimizer_row(kind: type[Exception], argument: str, value: Any, *texts: str)
 
 
 row("optimizer", lambda: hvd.DistributedOptimizer(MODEL), TypeError, "DistributedOptimizer", "optimizer", "Linear")
-optimizer_row(ValueError, "op", 99, "op must be one of hvd.Average", "got 99")
-optimizer_row(ValueError, "op", "sum", "op must be one of hvd.Average", "got 'sum'")
-optimizer_row(ValueError, "op", None, "op must be one of hvd.Average", "got None")
-optimizer_row(TypeError, "process_set", [0], "process_set must be a hvd.ProcessSet, got list")
-optimizer_row(TypeError, "process_set", None, "process_set must be a hvd.ProcessSet, got NoneType")
-optimizer_row(ValueError, "process_set", hvd.ProcessSet([0]), "process_set must be registered", "[0]", "HINT")
-for wrong in (3, [], None, hvd.Compression, HalfCompressor):
-    optimizer_row(TypeError, "compression", wrong, "compression must be one of hvd.Compression", f"got {wrong!r}")
-for wrong in ("2", 1.5, True, None):
-    text = f"backward_passes_per_step must be an integer, got {wrong!r}"
-    optimizer_row(TypeError, "backward_passes_per_step", wrong, text)
-for wrong in (0, -1):
-    optimizer_row(ValueError, "backward_passes_per_step", wrong, "backward_passes_per_step must be > 0", f"got {wrong}")
-for wrong in (True, -1, 0, 1.5, "two", [3], [ONE], ([ONE],)):
-    optimizer_row(ValueError, "groups", wrong, GROUPS, "got", "groups")
-optimizer_row(ValueError, "groups", [["name"]], "groups must consist of torch.Tensor.", "got 'name' in groups[0]")
-optimizer_row(ValueError, "groups", [[ONE], [ONE]], "A parameter can only appear once in groups.", "groups[1]")
-optimizer_row(TypeError, "named_parameters", 3, PAIRS, "got 3", "HINT")
-optimizer_row(ValueError, "named_parameters", ["weight"], PAIRS, "got 'weight' at index 0", "HINT")
-optimizer_row(ValueError, "named_parameters", [("a", ONE, 3)], PAIRS, "got ('a', a Tensor, 3) at index 0", "HINT")
-optimizer_row(ValueError, "named_parameters", [(3, ONE)], PAIRS, "got (3, a Tensor) at index 0", "HINT")
-optimizer_row(ValueError, "named_parameters", [("a", 3)], PAIRS, "got ('a', 3) at index 0", "HINT")
-optimizer_row(TypeError, "gradient_predivide_factor", "x", "gradient_predivide_factor must be a number, got 'x'")
-optimizer_row(ValueError, "gradient_predivide_factor", 0, "gradient_predivide_factor must be > 0, got 0")
-optimizer_row(ValueError, "gradient_predivide_factor", float("nan"), "gradient_predivide_factor must be > 0, got nan")
+for argument, wrongs, kind, texts in (
+    ("op", (99, "sum", None), ValueError, ("op must be one of hvd.Average",)),
+    ("process_set", ([0], None), TypeError, ("process_set must be a hvd.ProcessSet",)),
+    ("process_set", (hvd.ProcessSet([0]),), ValueError, ("process_set must be registered", "[0]", "HINT")),
+    (
+        "compression",
+        (3, [], None, hvd.Compression, HalfCompressor),
+        TypeError,
+        ("compression must be one of hvd.Compression",),
+    ),
+    ("backward_passes_per_step", ("2", 1.5, True, None), TypeError, ("backward_passes_per_step must be an integer",)),
+    ("backward_passes_per_step", (0, -1), ValueError, ("backward_passes_per_step must be > 0",)),
+    ("groups", (True, -1, 0, 1.5, "two", [3], [ONE], ([ONE],)), ValueError, (GROUPS, "groups")),
+    ("groups", ([["name"]],), ValueError, ("groups must consist of torch.Tensor.", "'name' in groups[0]")),
+    ("groups", ([[ONE], [ONE]],), ValueError, ("A parameter can only appear once in groups.", "groups[1]")),
+    ("named_parameters", (3,), TypeError, (PAIRS, "HINT")),
+    (
+        "named_parameters",
+        (["weight"], [("a", ONE, 3)], [(3, ONE)], [("a", 3)]),
+        ValueError,
+        (PAIRS, "at index 0", "HINT"),
+    ),
+    ("named_parameters", ([("a", MODEL.weight), ("a", MODEL.bias)],), ValueError, ("unique. Found duplicates: a",)),
+    ("named_parameters", ([("a", MODEL.weight)],), ValueError, ("one or more model parameters were not named",)),
+    ("gradient_predivide_factor", ("x",), TypeError, ("gradient_predivide_factor must be a number",)),
+    ("gradient_predivide_factor", (0, float("nan")), ValueError, ("gradient_predivide_factor must be > 0",)),
+):
+    for wrong in wrongs:
+        came = [f"got {wrong!r}"] if isinstance(wrong, (int, float, str)) else []
+        optimizer_row(kind, argument, wrong, *texts, *came)
 row(
     "gradient_predivide_factor with Sum",
     lambda: optimizer(gradient_predivide_factor=2.0, op=hvd.Sum),
