@@ -183,10 +183,3 @@ def test_fp16_compresses_floating_point_only() -> None:
     compressed, context = hvd.Compression.fp16.compress(whole)
     assert compressed is whole
     assert hvd.Compression.fp16.decompress(compressed, context) is whole
-
-
-def test_no_compression_passes_tensors_through() -> None:
-    tensor = torch.ones(3)
-    compressed, context = hvd.Compression.none.compress(tensor)
-    assert compressed is tensor
-    assert hvd.Compression.none.decompress(compressed, context) is tensor

@@ -259,20 +259,6 @@ def test_an_optimizer_encodes_pairs_of_real_numbers(hvd: Any) -> None:
         check_training(hvd, torch.complex64, tolerance, compression=codec)
 
 
-def test_operations_encode_pairs_of_real_numbers(hvd: Any) -> None:
-    where = {"compress": "everywhere"}
-    for codec, tolerance in (
-        (hvd.Compression.fp16, 5e-3),
-        (hvd.Compression.bf16, 5e-2),
-        (hvd.Compression.int8(**where), 0.1),
-        (hvd.Compression.topk(1.0, **where), 1e-5),
-    ):
-        summed = total(hvd, (4096,), torch.complex64)
-        result = hvd.allreduce(values(hvd.rank(), (4096,), torch.complex64).conj(), op=hvd.Sum, compression=codec)
-        assert result.dtype == torch.complex64
-        assert (result - summed.conj()).abs().max() <= tolerance * hvd.size(), codec
-
-
 def test_a_gradient_that_is_a_conjugate_view_or_a_negative_one_is_reduced(hvd: Any) -> None:
     for elements in (50, 50_000):
         weights = [nn.Parameter(torch.zeros(elements, dtype=torch.complex64)), nn.Parameter(torch.zeros(elements))]

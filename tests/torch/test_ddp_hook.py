@@ -22,7 +22,6 @@ import hvdkit.torch as hvd
 from hvdkit.engine.session.session import Session
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch import DDPHook
-from hvdkit.torch.data_parallel import group
 from hvdkit.torch.data_parallel.gradients import HookBucket
 from hvdkit.torch.data_parallel.group import FINISH_SECONDS, Worker
 from tests.ranks import TORCH, start_ranks
@@ -258,11 +257,6 @@ def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error
         before, after = result
         assert before["kept"]
         assert str(before) == str(after)
-
-
-def test_errors_of_the_engine_speak_of_the_hook() -> None:
-    error = HorovodInternalError("hvd.init() waited 3 s (HVDKIT_TIMEOUT_SECONDS) for optimizer 'ddp_hook', operation 1")
-    assert group.hooks_text(error, [0]) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"
 
 
 def test_turn_and_shapes_are_those_of_all_ranks_whatever_one_keeps() -> None:

@@ -175,56 +175,36 @@ def clash(hvd, *texts: str) -> Iterator[bool]:
     still_works(hvd)
 
 
-def test_different_shapes(hvd):
-    last = hvd.size() - 1
+def test_ranks_that_differ_in_one_argument_are_told_which(hvd):
+    size = hvd.size()
+    ones, last, operations = torch.ones, f"rank {size - 1}", tensor_operations(hvd)
+
+    def check(name: str, usual: Any, odd: Any, *texts: str, **options: tuple[Any, Any]) -> None:
+        with clash(hvd, f"clash.{name}", *texts) as is_odd:
+            chosen = {option: pair[is_odd] for option, pair in options.items()}
+            operations[name]((odd if is_odd else usual).clone(), name=f"clash.{name}", **chosen)
+
     for name in ("allreduce", "allreduce_", "broadcast", "broadcast_", "reducescatter"):
-        operation = tensor_operations(hvd)[name]
-        with clash(hvd, f"clash.{name}", "[4, 2]", "[5, 2]", f"rank {last}") as odd:
-            operation(torch.ones(5 if odd else 4, 2), name=f"clash.{name}")
-    with clash(hvd, "[6]", "[2, 3]") as odd:
-        hvd.allreduce(torch.ones((6,) if odd else (2, 3)), name="clash.rank")
-    with clash(hvd, "[]", "[1]") as odd:
-        hvd.allreduce(torch.ones(() if odd else (1,)), name="clash.scalar")
-
-
-def test_different_rows_are_fine_but_not_different_columns(hvd):
-    for name in ("allgather", "alltoall"):
-        operation = tensor_operations(hvd)[name]
-        rows = 2 * hvd.size()
-        with clash(hvd, f"clash.{name}", "2", "3", f"rank {hvd.size() - 1}") as odd:
-            operation(torch.ones(rows, 3 if odd else 2), name=f"clash.{name}")
-        with clash(hvd, f"clash.{name}") as odd:
-            operation(torch.ones((rows, 2) if odd else (rows,)), name=f"clash.{name}")
-
-
-def test_different_types(hvd):
+        check(name, ones(4, 2), ones(5, 2), "[4, 2]", "[5, 2]", last)
+    check("allreduce", ones(2, 3), ones(6), "[6]", "[2, 3]")
+    check("allreduce", ones(1), ones(()), "[]", "[1]")
+    for name in ("allgather", "alltoall"):  # other rows are fine, other columns are not
+        check(name, ones(2 * size, 2), ones(2 * size, 3), "2", "3", last)
+        check(name, ones(2 * size), ones(2 * size, 2))
     for name in ("allreduce", "allreduce_", "broadcast", "allgather", "alltoall", "reducescatter"):
-        operation = tensor_operations(hvd)[name]
-        tensors = {True: torch.ones(hvd.size()), False: torch.ones(hvd.size(), dtype=torch.int32)}
-        with clash(hvd, f"clash.{name}", "int32", "float32", f"rank {hvd.size() - 1}") as odd:
-            operation(tensors[odd].clone(), name=f"clash.{name}")
-
-
-def test_different_reductions_and_factors(hvd):
+        check(name, ones(size).int(), ones(size), "int32", "float32", last)
     for name in ("allreduce", "reducescatter"):
-        operation = tensor_operations(hvd)[name]
-        with clash(hvd, "SUM", "AVERAGE", f"rank {hvd.size() - 1}") as odd:
-            operation(torch.ones(4), op=hvd.Sum if odd else hvd.Average, name="clash.op")
+        check(name, ones(4), ones(4), "SUM", "AVERAGE", last, op=(hvd.Average, hvd.Sum))
         for factor in ("prescale_factor", "postscale_factor"):
-            with clash(hvd, "2.5", "0.75") as odd:
-                operation(torch.ones(4), name="clash.scale", **{factor: 2.5 if odd else 0.75})
-
-
-def test_different_roots(hvd):
-    with clash(hvd, "root", "0", "1", f"rank {hvd.size() - 1}") as odd:
-        hvd.broadcast(torch.ones(4), int(odd), name="clash.root")
-
-
-def test_groups_of_different_length(hvd):
-    with clash(hvd, f"rank {hvd.size() - 1}") as odd:
-        hvd.grouped_allreduce([torch.ones(2)] * (3 if odd else 2), name="clash.group")
-    with clash(hvd, "[3]", "[4]") as odd:
-        hvd.grouped_allreduce([torch.ones(2), torch.ones(3 if odd else 4)], name="clash.in.group")
+            check(name, ones(4), ones(4), "2.5", "0.75", **{factor: (0.75, 2.5)})
+    with clash(hvd, "root", "0", "1", last) as is_odd:
+        hvd.broadcast(ones(4), int(is_odd), name="clash.root")
+    with clash(hvd, last) as is_odd:
+        hvd.grouped_allreduce([ones(2)] * (3 if is_odd else 2), name="clash.group")
+    with clash(hvd, "[3]", "[4]") as is_odd:
+        hvd.grouped_allreduce([ones(2), ones(3 if is_odd else 4)], name="clash.in.group")
+    with clash(hvd, "allreduce", "broadcast", last) as is_odd:
+        operations["broadcast" if is_odd else "allreduce"](ones(4), name="clash.kind")
 
 
 def test_an_error_of_one_operation_leaves_others_in_flight_alone(hvd):
@@ -275,14 +255,6 @@ def test_splits_that_are_wrong_on_one_rank(hvd):
                     assert f"rank {last}" in str(caught.value)
     assert hvd.alltoall(torch.ones(2 * size), splits=[2] * size, name="clash.splits")[0].shape == (2 * size,)
     still_works(hvd)
-
-
-def test_different_operations(hvd):
-    with clash(hvd, "allreduce", "broadcast", f"rank {hvd.size() - 1}") as odd:
-        if odd:
-            hvd.broadcast(torch.ones(4), 0, name="clash.kind")
-        else:
-            hvd.allreduce(torch.ones(4), name="clash.kind")
 
 
 ROWS = 6

@@ -255,27 +255,6 @@ def test_sizes_around_the_smallest_that_is_served_and_types_side_by_side(hvd: An
         check_products(hvd, nn.ParameterList([torch.ones(300, 200, dtype=dtype), torch.ones(7, dtype=dtype)]), RELATIVE)
 
 
-def test_channels_last(hvd: Any) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(2)
-        net = nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.Tanh(), nn.Conv2d(64, 32, 3)).double()
-        return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-    def loss(net: nn.Module, ranks: list[int], step: int) -> torch.Tensor:
-        return net(torch.cat([randn(rank, 2, 32, 5, 5) for rank in ranks])).square().mean()
-
-    pair = Comparison(hvd, make, loss=loss, relative=1e-11)
-    for step in range(4):
-        pair.zero_grad(set_to_none=step < 2)
-        pair.backward(step)
-        taken = gradients(pair.net)
-        assert taken[0].stride() == pair.net[0].weight.stride()
-        pair.step()
-        assert same_tensors(gradients(pair.net), taken)
-        pair.check()
-    assert_born_in_arena([pair.net[0].weight.grad, pair.net[2].weight.grad])
-
-
 def test_expanded_gradients(hvd: Any) -> None:
     for elements in (10, 40_000):
         net = nn.ParameterList([torch.ones(elements), torch.ones(elements)])

@@ -155,20 +155,6 @@ def test_a_copy_of_the_optimizer_alone_leaves_the_model(hvd: Any) -> None:
         both.train()
 
 
-def test_a_scheduler_copied_along_moves_the_copys_rate(hvd: Any) -> None:
-    net = make_net()
-    plain = torch.optim.SGD(net.parameters(), lr=1.0)
-    for made_of in (plain, None):
-        optimizer = hvd.DistributedOptimizer(plain, net.named_parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(made_of or optimizer, step_size=1, gamma=0.5)
-        copied, copied_scheduler = copy.deepcopy((optimizer, scheduler))
-        before = optimizer.param_groups[0]["lr"]
-        copied.step()
-        copied_scheduler.step()
-        assert copied.param_groups[0]["lr"] == before / 2
-        assert optimizer.param_groups[0]["lr"] == before
-
-
 def test_a_copy_goes_on_with_what_its_codec_kept(hvd: Any) -> None:
     codec = hvd.Compression.topk(0.1, compress="everywhere")
     for way in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):  # noqa: S301

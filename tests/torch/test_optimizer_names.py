@@ -5,20 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdkit.api.gradients.planning import check_groups, form_groups, split_list
-from hvdkit.torch.gradients.names import check_names, find_duplicates
-
-
-@pytest.mark.parametrize(("length", "parts"), [(0, 3), (1, 3), (7, 3), (9, 3), (10, 4), (5, 1)])
-def test_split_keeps_the_order_and_even_lengths(length: int, parts: int) -> None:
-    lists = split_list(range(length), parts)
-    assert [item for part in lists for item in part] == list(range(length))
-    assert len(lists) == parts
-    assert max(map(len, lists)) - min(map(len, lists)) <= 1
-
-
-def test_every_duplicate_is_found_once() -> None:
-    assert find_duplicates(["b", "a", "b", "c", "b", "a"]) == ["a", "b"]
+from hvdkit.api.gradients.planning import check_groups, form_groups
+from hvdkit.torch.gradients.names import check_names
 
 
 def test_unnamed_parameters_are_named_by_place() -> None:

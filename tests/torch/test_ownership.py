@@ -46,20 +46,6 @@ pytestmark = [
 ]
 
 
-def test_a_model_that_is_moved_to_shared_memory_is_still_reduced(hvd: Any) -> None:
-    pair = wide(hvd)
-    for step in range(6):
-        if step == 2:
-            pair.net.share_memory()
-            assert all(gradient.is_shared() for gradient in gradients(pair.net))
-        pair.zero_grad(set_to_none=step == 4)
-        pair.backward(step)
-        pair.step()
-        pair.check()
-        pair.check_gradients()
-        assert gradients(pair.net)[0].is_shared() == (step in (2, 3))
-
-
 def test_gradients_that_went_through_a_queue_are_still_reduced(hvd: Any) -> None:
     for strategy in sorted(torch.multiprocessing.get_all_sharing_strategies()):
         torch.multiprocessing.set_sharing_strategy(strategy)
@@ -124,22 +110,6 @@ def test_a_child_that_is_forked_in_flight_leaves_the_step_alone(hvd: Any) -> Non
         in_child(lambda: [gradient.fill_(12345.0) for gradient in gradients(pair.net)])
         pair.optimizer.synchronize()
         pair.check_gradients()
-
-
-def test_tensors_taken_before_synchronize_are_the_ones_that_are_reduced(hvd: Any) -> None:
-    pair = wide(hvd)
-    for step in range(4):
-        pair.zero_grad(set_to_none=step % 2 == 0)
-        pair.backward(step)
-        taken = gradients(pair.net)
-        addresses = [gradient.data_ptr() for gradient in taken]
-        pair.optimizer.synchronize()
-        assert same_tensors(gradients(pair.net), taken)
-        assert [gradient.data_ptr() for gradient in taken] == addresses
-        pair.check_gradients()
-        pair.update()
-        pair.check()
-        assert same_tensors(gradients(pair.net), taken)
 
 
 def test_unscaling_before_synchronize_is_noticed_in_every_step(hvd: Any) -> None:

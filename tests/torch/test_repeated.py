@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import torch
 
@@ -89,13 +88,6 @@ def test_factors_are_rounded_as_in_the_first_operation(hvd):
             assert equal(got, torch.full((5,), product, dtype=tensor.dtype)), (name, factor)
 
 
-def test_a_rank_that_comes_late_is_waited_for(hvd):
-    for step in range(12):
-        if hvd.rank() == step % hvd.size():
-            time.sleep(0.01)
-        assert equal(hvd.allreduce(numbers(hvd.rank(), step), name="late", op=hvd.Sum), expected(hvd, step))
-
-
 def test_other_forms_count_too(hvd):
     rank = hvd.rank()
     for step in range(30):
@@ -138,39 +130,6 @@ def test_calls_without_a_name_in_another_order_are_an_error(hvd):
             hvd.allreduce(torch.ones(shape))
     for step in range(4):
         assert equal(hvd.allreduce(numbers(hvd.rank(), step), op=hvd.Sum), expected(hvd, step))
-
-
-def test_ranks_that_ask_for_something_else_get_an_error_and_go_on(hvd):
-    if hvd.size() == 1:
-        raise Skip("needs others")
-    for _ in range(4):
-        hvd.allreduce(torch.ones(4), name="same")
-    with told(hvd.HorovodInternalError, "same", "Mismatched shapes", "[4]", "[5]"):
-        hvd.allreduce(torch.ones(5 if hvd.rank() == 0 else 4), name="same")
-    for step in range(6):
-        got = hvd.allreduce(torch.full((4,), float(step)), name="same", op=hvd.Sum)
-        assert equal(got, torch.full((4,), float(step * hvd.size())))
-    with told(hvd.HorovodInternalError, "same", "Mismatched reduce operations"):
-        hvd.allreduce(torch.ones(4), name="same", op=hvd.Max if hvd.rank() == 0 else hvd.Sum)
-
-
-def test_a_name_in_flight_is_still_an_error(hvd):
-    if hvd.size() == 1:
-        raise Skip("needs others")
-    for _ in range(4):
-        hvd.allreduce(torch.ones(4), name="in.flight")
-    if hvd.rank() == 0:
-        handle = hvd.allreduce_async(torch.ones(4), name="in.flight")
-        with told(ValueError, "in.flight", "currently being processed"):
-            hvd.allreduce(torch.ones(4), name="in.flight")
-        hvd.allreduce(torch.ones(1), name="go.on")
-        hvd.synchronize(handle)
-    else:
-        hvd.allreduce(torch.ones(1), name="go.on")
-        hvd.allreduce(torch.ones(4), name="in.flight")
-    for step in range(4):
-        got = hvd.allreduce(torch.full((4,), float(step)), name="in.flight", op=hvd.Sum)
-        assert equal(got, torch.full((4,), float(step * hvd.size())))
 
 
 def test_what_failed_once_comes_again_later(hvd):

@@ -175,21 +175,6 @@ def test_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
         assert [one.name for one in waits].count("WAIT_FOR_RANK_0") > times / 2, waits
 
 
-def test_what_rank_0_has_no_part_in_is_not_kept(hvd: Any) -> None:
-    if hvd.size() < 3:
-        raise Skip("needs a process set without rank 0")
-    without = hvd.add_process_set([1, 2])
-    with recorded(hvd) as shown:
-        for _ in range(5):
-            if without.included():
-                hvd.allreduce(torch.ones(3), process_set=without)
-        hvd.barrier()
-        if hvd.rank() == 0:
-            assert runtime.engine().telemetry._requests == {}
-    assert not any("allreduce" in one.row for one in shown), shown
-    hvd.remove_process_set(without)
-
-
 def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("nothing is encoded")
@@ -211,19 +196,6 @@ def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
         for one in within:
             around = [other for other in reductions if other.begin <= one.begin and one.end <= other.end]
             assert [other.row for other in around if other.row == one.row] == [one.row], (one, reductions)
-
-
-def test_a_recording_leaves_no_thread(hvd: Any) -> None:
-    net = make_net()
-    optimizer = wrapped(hvd, net)
-    train_step(optimizer, net, batch(hvd.rank()))
-    with recorded(hvd):
-        train_step(optimizer, net, batch(hvd.rank()))
-        before = threading.active_count()
-        for step in range(20):
-            train_step(optimizer, net, batch(hvd.rank(), step))
-        # A transfer has a waiter's thread while it is on its way; what it leaves is used again.
-        assert threading.active_count() < before + 10, threading.enumerate()
 
 
 def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
