@@ -161,8 +161,7 @@ def test_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
 
 def test_registered_as_state_and_hook(hvd: Any) -> None:
     codec = hvd.Compression.topk(0.05)
-    hook = hvd.ddp_hook(codec)
-    net = net_of()
+    hook, net = hvd.ddp_hook(codec), net_of()
     model = DistributedDataParallel(net, bucket_cap_mb=SMALL_BUCKETS)
     model.register_comm_hook(hook, hvd.DDPHook.reduce)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -194,19 +193,6 @@ def test_a_part_of_the_ranks(hvd: Any) -> None:
         mean = sum(net_of(rank).wide_gradient for rank in ranks) / 2
         assert_close(-job.net.wide.detach(), 3 * mean, 0.02)
     dist.barrier()
-
-
-def test_two_models_at_once(hvd: Any) -> None:
-    one, other = constant(hvd, hvd.Compression.topk(0.05)), constant(hvd, hvd.Compression.int8)
-    for _ in range(3):
-        one.optimizer.zero_grad()
-        other.optimizer.zero_grad()
-        (one.model() + other.model()).backward()
-        one.optimizer.step()
-        other.optimizer.step()
-    for job in (one, other):
-        assert_nothing_lost(job, times(3, means()))
-    assert not hvd.is_initialized()
 
 
 def test_beside_collectives_of_the_process_group(hvd: Any) -> None:

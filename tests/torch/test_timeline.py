@@ -24,7 +24,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.on_ranks import on_ranks
 from tests.ranks import ROOT, Skip
-from tests.torch.optimizer_support import batch, loss_of, make_net, train_step
+from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train_step
 
 pytestmark = [
     on_ranks(1, 2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
@@ -105,16 +105,12 @@ def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> No
         action()
 
 
-def wrapped(hvd: Any, net: nn.Module) -> Any:
-    return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
-
-
 def test_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("nobody is waited for")
     directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     net = make_net()
-    optimizer, last = wrapped(hvd, net), hvd.size() - 1
+    optimizer, last = distributed_sgd(hvd, net), hvd.size() - 1
     train_step(optimizer, net, batch(hvd.rank()))
     with recorded(hvd) as shown:
         for number in range(2):
@@ -130,16 +126,12 @@ def test_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
     assert len(waits) == (2 if shares_memory else 0), shown
     for one in waits:
         assert one.args["last_rank"] == last, one
-        assert one.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, one
-        assert one.args["ms_after_the_first"] >= one.args["ms_after_the_one_before"], one
-        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
-    for one in waits:  # drawn before the reduction, not as a part of it
+        assert one.args["ms_after_the_first"] >= one.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, one
+        # Drawn before the reduction, not as a part of it.
         assert not any(one.begin < other.end and other.begin < one.end for other in reductions), shown
     waited = [one for one in shown if one.name == "WAIT_FOR_GRADIENTS"]
-    assert len(waited) == 2, shown
-    for one in waited:  # of the training thread
-        assert one.row == COMPUTATION, one
-        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
+    assert [one.row for one in waited] == [COMPUTATION] * 2, shown  # of the training thread
+    assert all(one.end - one.begin >= 0.5e3 * LATE_SECONDS for one in [*waits, *waited]), shown
 
 
 def test_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
@@ -181,9 +173,7 @@ def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
     where = "everywhere" if hvd.local_size() == hvd.size() else "between_nodes"
     net = nn.Linear(128, 64)
     hvd.broadcast_parameters(net.state_dict(), 0)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    codec = hvd.Compression.int8(compress=where)
-    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=codec)
+    optimizer = distributed_sgd(hvd, net, compression=hvd.Compression.int8(compress=where))
     with recorded(hvd) as shown:
         for _ in range(3):
             optimizer.zero_grad()
@@ -202,7 +192,7 @@ def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("nothing is reduced")
     net = make_net()
-    optimizer = wrapped(hvd, net)
+    optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
     with recorded(hvd):  # which looks whether each that began has ended
         loss_of(net, batch(hvd.rank())).backward()
@@ -213,7 +203,7 @@ def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
 
 def test_steps_and_passes_are_marked(hvd: Any) -> None:
     net = make_net()
-    optimizer = wrapped(hvd, net)
+    optimizer = distributed_sgd(hvd, net)
     with recorded(hvd) as shown:
         for step in range(3):
             train_step(optimizer, net, batch(hvd.rank(), step))
@@ -240,10 +230,10 @@ def test_no_hook_stays_when_the_recording_is_over(hvd: Any) -> None:
         return len(modules._global_forward_pre_hooks) + len(modules._global_forward_hooks)
 
     net = make_net()
-    wrapped(hvd, make_net())  # those of an earlier recording go when it is noticed that it is over
+    distributed_sgd(hvd, make_net())  # those of an earlier recording go when it is noticed that it is over
     before = hooks()
     with recorded(hvd):
-        optimizer = wrapped(hvd, net)
+        optimizer = distributed_sgd(hvd, net)
         assert hooks() == before + (2 if hvd.rank() == 0 else 0)
         train_step(optimizer, net, batch(hvd.rank()))
     train_step(optimizer, net, batch(hvd.rank()))
@@ -272,7 +262,7 @@ def test_passes_are_marked_whatever_a_model_does(hvd: Any) -> None:
         raise ArithmeticError
 
     with recorded(hvd) as shown:
-        optimizer = wrapped(hvd, net)
+        optimizer = distributed_sgd(hvd, net)
         for step in range(2):
             optimizer.zero_grad()
             loss = net(rows)["loss"]
