@@ -16,7 +16,7 @@ from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import ReduceOp
 from hvdkit.torch.gradients import compression_state
 from tests.threads import on_threads
-from tests.torch.optimizer_support import expect
+from tests.told import told
 
 OURS = {"weight": (50, 60)}
 
@@ -54,7 +54,7 @@ def test_what_was_saved_is_taken() -> None:
     ],
 )
 def test_what_was_not_saved_is_refused(wrong: Any, error: type[Exception], texts: tuple[str, ...]) -> None:
-    with expect(error, *texts):
+    with told(error, *texts):
         compression_state.check(wrong, OURS)
 
 
@@ -74,7 +74,7 @@ def test_a_lane_of_other_shapes_is_another_place_and_takes_no_state_of_it() -> N
         lane, turned = stepped(session, (50, 60)), stepped(session, (60, 50))
         assert lane.reducer.fingerprint() != turned.reducer.fingerprint()
         before = str(compression_state.save(turned))
-        with expect(ValueError, "'weight' was 50 x 60", "is 60 x 50 here"):
+        with told(ValueError, "'weight' was 50 x 60", "is 60 x 50 here"):
             compression_state.resume(turned, compression_state.save(lane) or {})
         assert str(compression_state.save(turned)) == before
 

@@ -117,13 +117,13 @@ def test_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
     dist.barrier()  # or a rank that is still in this step fails in it, and DDP is out of step with the other ranks'
     with told(RuntimeError, "with codec failing(", f"on rank {dist.get_rank()}", "on purpose"):
         job.step()
-    told = "ddp_hook: state_dict on purpose"
+    text = "ddp_hook: state_dict on purpose"
     try:
         assert job.hook.state_dict()["turn"] > 0
     except hvd.HorovodInternalError as error:  # on this rank, some of the step was encoded
-        told = str(error)
-    assert "ddp_hook: state_dict" in told, told
-    assert "on purpose" in told, told
+        text = str(error)
+    assert "ddp_hook: state_dict" in text, text
+    assert "on purpose" in text, text
     dist.barrier()  # the model's own process group is as it was
 
 
@@ -149,10 +149,10 @@ def test_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
     job = Job(net_of(), hook).steps(2)
     if dist.get_rank() == 0:
         dist.barrier()  # when the others have given up
-        told = "has left the job"
+        text = "has left the job"
     else:
-        told = f"stalled on rank {dist.get_rank()}"
-    with told(RuntimeError, told, f"on rank {dist.get_rank()} with codec int8("):
+        text = f"stalled on rank {dist.get_rank()}"
+    with told(RuntimeError, text, f"on rank {dist.get_rank()} with codec int8("):
         job.step()
     if dist.get_rank() > 0:
         dist.barrier()
