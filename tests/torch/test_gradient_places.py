@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,6 @@ from tests.torch.optimizer_support import (
     Comparison,
     assert_close,
     assert_identical,
-    assert_same_gradients,
     distributed_sgd,
     gradients,
     update,
@@ -40,18 +38,6 @@ pytestmark = [
     on_ranks((2, "torch"), name="no memory", thorough=True, HVDKIT_NODE_MEMORY="0"),
     on_ranks((3, "torch"), name="two nodes", per_node=2),
 ]
-
-
-def test_gradients_are_born_where_the_ranks_of_a_node_reach_them(hvd: Any) -> None:
-    net = wide_net()
-    optimizer = distributed_sgd(hvd, net)
-    for step in range(3):
-        optimizer.zero_grad()
-        wide_loss(net, [hvd.rank()], step).backward()
-        assert_born_in_arena(gradients(net))
-        optimizer.step()
-        assert_born_in_arena(gradients(net))
-    assert_identical(hvd, net)
 
 
 class TwoOfOneShape(nn.Module):
@@ -185,22 +171,6 @@ def test_places_may_differ_between_ranks(hvd: Any) -> None:
             for optimizer in optimizers:
                 update(optimizer)
         assert_same_bits(hvd, [parameter for net in nets for parameter in net.parameters()])
-
-
-def test_some_ranks_have_no_gradient(hvd: Any) -> None:
-    net = wide_net()
-    optimizer = distributed_sgd(hvd, net)
-    for step in range(4):
-        computes = step % hvd.size()
-        alone = copy.deepcopy(net)
-        optimizer.zero_grad()
-        if hvd.rank() == computes:
-            wide_loss(net, [computes], step).backward()
-        optimizer.synchronize()
-        (wide_loss(alone, [computes], step) / hvd.size()).backward()
-        assert_same_gradients(net, alone, 1e-12)
-        update(optimizer)
-    assert_identical(hvd, net)
 
 
 def test_a_graph_that_saved_a_gradient_is_an_error_once_it_is_reduced(hvd: Any) -> None:
