@@ -141,23 +141,25 @@ def check_gradients(hvd: Any, dtype: torch.dtype) -> None:
     leaves = [one.requires_grad_() for one in all_values(hvd, shape, dtype)]
     weights = [values(100 + one, shape, dtype) for one in range(size)]
     wide = [values(200 + one, rows, dtype) for one in range(size)]
-    losses: dict[str, tuple[Callable[[Any], Any], Any]] = {
-        # This rank's loss, and the gradient of its leaf as Horovod has it: of all losses together, or their mean.
-        "sum": (
-            lambda x: hvd.allreduce(x * x, op=hvd.Sum) * weights[rank],
-            lambda x: sum((x * x * one).imag.sum() for one in weights),
-        ),
+    everyone = range(size)
+
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        return sum((x * weight).imag.sum() for weight in weights)
+
+    # This rank's result, and the gradient of its leaf as Horovod has it: of all losses together, or their mean.
+    losses: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+        "sum": (lambda x: hvd.allreduce(x * x, op=hvd.Sum) * weights[rank], lambda x: weighted(x * x)),
         "average": (
             lambda x: hvd.allreduce(x.conj() * x * x, op=hvd.Average) * weights[rank],
-            lambda x: sum((x.conj() * x * x * one).imag.sum() for one in weights) / size,
+            lambda x: weighted(x.conj() * x * x) / size,
         ),
         "scaled": (
             lambda x: hvd.allreduce(x.conj(), op=hvd.Sum, prescale_factor=2.0) * weights[rank],
-            lambda x: sum((2 * x.conj() * one).imag.sum() for one in weights),
+            lambda x: weighted(2 * x.conj()),
         ),
         "fp16": (
             lambda x: hvd.allreduce(x.conj(), op=hvd.Sum, compression=hvd.Compression.fp16) * weights[rank],
-            lambda x: sum((x.conj() * one).imag.sum() for one in weights),
+            lambda x: weighted(x.conj()),
         ),
         "allgather": (
             lambda x: hvd.allgather(x.conj()) * wide[rank],
@@ -165,20 +167,15 @@ def check_gradients(hvd: Any, dtype: torch.dtype) -> None:
         ),
         "broadcast": (
             lambda x: hvd.broadcast(x.conj(), size - 1) * weights[rank],
-            lambda x: sum((x.conj() * one).imag.sum() for one in weights) / size * (rank == size - 1),
+            lambda x: weighted(x.conj()) / size * (rank == size - 1),
         ),
         "alltoall": (
             lambda x: hvd.alltoall(x * x) * weights[rank],
-            lambda x: sum(
-                (x * x)[2 * one : 2 * one + 2].mul(weights[one][2 * rank : 2 * rank + 2]).imag.sum()
-                for one in range(size)
-            ),
+            lambda x: sum(((x * x).chunk(size)[n] * weights[n].chunk(size)[rank]).imag.sum() for n in everyone),
         ),
         "reducescatter": (
             lambda x: hvd.reducescatter(x * x, op=hvd.Sum) * weights[rank][:2],
-            lambda x: (
-                size * sum((x * x)[2 * one : 2 * one + 2].mul(weights[one][:2]).imag.sum() for one in range(size))
-            ),
+            lambda x: size * sum(((x * x).chunk(size)[n] * weights[n][:2]).imag.sum() for n in everyone),
         ),
     }
     for name, (loss, of_all) in losses.items():

@@ -257,24 +257,3 @@ def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error
         before, after = result
         assert before["kept"]
         assert str(before) == str(after)
-
-
-def test_turn_and_shapes_are_those_of_all_ranks_whatever_one_keeps() -> None:
-    def run(session: Session) -> dict[str, Any]:
-        with hook_on(session, hvd.Compression.int8(feedback=False)) as hook:
-            bucket = pretend()
-            for _ in range(3):
-                hook.reduce(bucket).wait()  # type: ignore[arg-type]
-            lane = hook._gradients.lane
-            assert lane is not None
-            if lane.group.rank == 1:  # as of a rank that nothing was encoded on
-                lane.reducer.residuals.forget()
-                for state in lane.reducer.residuals._states:
-                    state.shared.numbers.clear()
-            return hook.state_dict()
-
-    states = on_threads(2, run)
-    assert [(one["turn"], one["shapes"], len(one["kept"])) for one in states if one] == [
-        (3, [[64, 64]], 1),
-        (3, [[64, 64]], 0),
-    ]

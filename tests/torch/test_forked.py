@@ -185,7 +185,7 @@ WAYS = ("returns", "exits", "exits with 3", "caught", "raises", "leaves")
         ("mpi", [], {}),
         ("mpi", ["mpi4py first"], {}),
         ("torch", [], {}),
-        ("torch", [], {"HVDKIT_NODE_MEMORY": "0"}),
+        pytest.param("torch", [], {"HVDKIT_NODE_MEMORY": "0"}, marks=pytest.mark.thorough),
     ],
 )
 def test_children_end_however_they_like(transport: str, arguments: list[str], variables: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip, place_on_node
 from tests.told import told
-from tests.torch.data import FLOATS, INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
+from tests.torch.data import INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
 
 pytestmark = [
     on_ranks(1, 2, 3, 4, every_size=True),
@@ -352,16 +352,6 @@ def test_no_element_and_one_element_of_every_type(hvd):
             results, outputs = (result, got) if isinstance(result, tuple) else ((result,), (got,))
             assert len(outputs) == len(results)
             assert all(map(equal, outputs, results)), (dtype, elements, outputs, results)
-
-
-def test_adasum_of_nothing_and_of_zeros(hvd):
-    if hvd.size() & (hvd.size() - 1):
-        raise Skip("Adasum needs a power of two")
-    for dtype, shape in itertools.product(FLOATS, ((0,), (1,), (5,))):
-        assert equal(hvd.allreduce(torch.zeros(shape, dtype=dtype), op=hvd.Adasum), torch.zeros(shape, dtype=dtype))
-        # Orthogonal to all others: then it is the sum, of which one rank has something.
-        alone = torch.full(shape, 2.0 if hvd.rank() == 0 else 0.0, dtype=dtype)
-        assert equal(hvd.allreduce(alone, op=hvd.Adasum), torch.full(shape, 2.0, dtype=dtype))
 
 
 def _overlapping(tensor: torch.Tensor) -> list[torch.Tensor]:

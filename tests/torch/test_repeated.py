@@ -75,31 +75,13 @@ def test_types_shapes_and_operations_are_told_apart(hvd):
         assert equal(got, torch.full((2,), 0.5 * size))
         got = hvd.allreduce(torch.ones(2), name="scaled.before", op=hvd.Sum, prescale_factor=0.5)
         assert equal(got, torch.full((2,), 0.5 * size))
+        for name, ((element, factor, product), *_) in PRODUCTS.items():
+            tensor = torch.full((5,), element if hvd.rank() == 0 else 0, dtype=getattr(torch, name))
+            got = hvd.allreduce(tensor, name=f"factor.{name}", op=hvd.Sum, postscale_factor=factor)
+            assert equal(got, torch.full((5,), product, dtype=tensor.dtype)), (name, factor)
         # One name, of which the shape changes now and then.
         count = 4 if step % 4 else 5
         assert equal(hvd.allreduce(torch.ones(count), name="changing", op=hvd.Sum), torch.full((count,), float(size)))
-
-
-def test_factors_are_rounded_as_in_the_first_operation(hvd):
-    for name, (element, factor, product) in {name: rows[0] for name, rows in PRODUCTS.items()}.items():
-        tensor = torch.full((5,), element if hvd.rank() == 0 else 0, dtype=getattr(torch, name))
-        for _ in range(4):
-            got = hvd.allreduce(tensor, name=f"factor.{name}", op=hvd.Sum, postscale_factor=factor)
-            assert equal(got, torch.full((5,), product, dtype=tensor.dtype)), (name, factor)
-
-
-def test_other_forms_count_too(hvd):
-    rank = hvd.rank()
-    for step in range(30):
-        tensor = numbers(rank, step)
-        if (step + rank) % 3 == 0:
-            got = hvd.synchronize(hvd.allreduce_async(tensor, name="forms", op=hvd.Sum))
-        elif (step + rank) % 3 == 1:
-            got = hvd.allreduce(tensor, name="forms", op=hvd.Sum)
-        else:
-            tensor.requires_grad_()
-            got = hvd.allreduce(tensor, name="forms", op=hvd.Sum).detach()
-        assert equal(got, expected(hvd, step)), step
 
 
 def test_calls_without_a_name_meet_by_their_numbers(hvd):
