@@ -138,9 +138,15 @@ def test_what_is_built_can_be_asked_before_init() -> None:
     assert not any((hvd.mpi_enabled(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()))
 
 
+def run(program: str, *arguments: str) -> None:
+    command, environment = [sys.executable, "-c", program, *arguments], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 def test_mpi_built_does_not_start_mpi() -> None:
     program = "import sys, hvdkit.torch as hvd; hvd.mpi_built(); assert 'mpi4py.MPI' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run(program)
 
 
 def test_one_process_can_start_stop_and_start_again() -> None:
@@ -154,7 +160,7 @@ for _ in range(2):
     hvd.shutdown()
     assert not hvd.is_initialized() and hvd.synchronize(handle) is None
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run(program)
 
 
 def test_a_forked_child_starts_a_job_of_its_own() -> None:
@@ -170,16 +176,16 @@ def test_a_forked_child_starts_a_job_of_its_own() -> None:
         "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))"
     )
     for state in ("initialized", "fresh"):
-        done = subprocess.run([sys.executable, "-c", program, state], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        run(program, state)
 
 
-def test_fp16_compresses_floating_point_only() -> None:
+def test_compression_keeps_types() -> None:
+    none, fp16 = hvd.Compression.none, hvd.Compression.fp16
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        compressed, context = hvd.Compression.fp16.compress(torch.ones(3, dtype=dtype))
+        compressed, context = fp16.compress(torch.ones(3, dtype=dtype))
         assert compressed.dtype == torch.float16
-        assert hvd.Compression.fp16.decompress(compressed, context).dtype == dtype
-    whole = torch.ones(3, dtype=torch.int32)
-    compressed, context = hvd.Compression.fp16.compress(whole)
-    assert compressed is whole
-    assert hvd.Compression.fp16.decompress(compressed, context) is whole
+        assert fp16.decompress(compressed, context).dtype == dtype
+    for compression, tensor in ((fp16, torch.ones(3, dtype=torch.int32)), (none, torch.ones(3))):
+        compressed, context = compression.compress(tensor)
+        assert compressed is tensor
+        assert compression.decompress(compressed, context) is tensor

@@ -130,9 +130,13 @@ def test_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
     wrapped.load_state_dict(wrapped.state_dict())  # the step is forgotten
 
 
-def each(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    for gradient in gradients:
-        gradient.copy_(hvd.allreduce(gradient))
+def joined(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def put_back(gradients: list[torch.Tensor], flat: torch.Tensor) -> None:
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def in_place(hvd: Any, gradients: list[torch.Tensor]) -> None:
@@ -141,40 +145,40 @@ def in_place(hvd: Any, gradients: list[torch.Tensor]) -> None:
         hvd.synchronize(handle)
 
 
-def joined(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    flat = hvd.allreduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-    for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
-
-
-def grouped(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    hvd.grouped_allreduce_(gradients)
-
-
 def scattered(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat = joined(gradients)
     rows = torch.nn.functional.pad(flat, (0, -len(flat) % hvd.size()))
-    whole = hvd.allgather(hvd.reducescatter(rows))
-    for gradient, part in zip(gradients, whole[: len(flat)].split([one.numel() for one in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    put_back(gradients, hvd.allgather(hvd.reducescatter(rows))[: len(flat)])
 
 
 def sparse(hvd: Any, gradients: list[torch.Tensor]) -> None:
     for i, gradient in enumerate(gradients):
-        wait = hvd.sparse_allreduce_async(gradient.to_sparse(), f"sparse {i}", hvd.Average)
-        gradient.copy_(wait().to_dense())
+        gradient.copy_(hvd.sparse_allreduce_async(gradient.to_sparse(), f"sparse {i}", hvd.Average)().to_dense())
+
+
+def used_gradients(net: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+WAYS: list[Callable[[Any, list[torch.Tensor]], Any]] = [
+    lambda hvd, gradients: [gradient.copy_(hvd.allreduce(gradient)) for gradient in gradients],
+    in_place,
+    lambda hvd, gradients: put_back(gradients, hvd.allreduce(joined(gradients))),
+    lambda hvd, gradients: hvd.grouped_allreduce_(gradients),
+    scattered,
+    sparse,
+]
 
 
 def test_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
-    ways: list[Callable[[Any, list[torch.Tensor]], None]] = [each, in_place, joined, grouped, scattered, sparse]
-    for reduce in ways:
+    for reduce in WAYS:
         net = make_net()
         optimizer = sgd(net)
         with no_warnings():
             for step in range(3):
                 optimizer.zero_grad()
                 loss_of(net, batch(hvd.rank(), step)).backward()
-                reduce(hvd, [one.grad for one in net.parameters() if one.grad is not None])
+                reduce(hvd, used_gradients(net))
                 optimizer.step()
 
 
@@ -186,7 +190,7 @@ def test_several_optimizers_may_step_on_what_was_reduced_together(hvd: Any) -> N
         for step in range(3):
             net.zero_grad()
             loss_of(net, batch(hvd.rank(), step)).backward()
-            in_place(hvd, [one.grad for one in net.parameters() if one.grad is not None])
+            in_place(hvd, used_gradients(net))
             for optimizer in optimizers:
                 optimizer.step()
     assert all(map(is_settled, optimizers))
@@ -255,9 +259,8 @@ def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: 
         for step in range(3):
             optimizer.zero_grad()
             loss_of(net, batch(hvd.rank(), step)).backward()
-            for parameter in net.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
+            for gradient in used_gradients(net):
+                dist.all_reduce(gradient)
             optimizer.step()
     with warned(hvd, ALONE):  # once there is no group that could reduce them
         train(hvd, optimizer, net, 2)
