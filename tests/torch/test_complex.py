@@ -17,7 +17,7 @@ from tests.torch.operations import still_works
 from tests.torch.optimizer_support import Comparison, Passing, update
 
 pytestmark = [
-    on_ranks(1, 2, 3),
+    on_ranks(2, 3),
     on_ranks((2, "mpi"), name="no memory", HVDKIT_NODE_MEMORY="0"),
     on_ranks((3, "torch"), name="two nodes", per_node=2),
 ]
@@ -74,28 +74,6 @@ def test_sums_averages_and_scatters_are_those_of_real_and_imaginary_parts(hvd: A
         assert equal(mine, own)
 
 
-def test_rows_travel_as_they_are(hvd: Any) -> None:
-    size, rank = hvd.size(), hvd.rank()
-    for dtype, shape in itertools.product(COMPLEX, ((3,), (6 * size, 2), (60_000 * size,))):
-        everyones = all_values(hvd, shape, dtype)
-        mine = everyones[rank]
-        assert equal(hvd.allgather(mine), torch.cat(everyones))
-        assert equal(hvd.grouped_allgather([torch.ones(1), mine])[1], torch.cat(everyones))
-        for root in range(size):
-            assert equal(hvd.broadcast(mine, root), everyones[root])
-            in_place = mine.clone()
-            hvd.broadcast_(in_place, root)
-            assert equal(in_place, everyones[root])
-        assert equal(hvd.broadcast(torch.tensor(1j * rank), size - 1), torch.tensor(1j * (size - 1)))
-        if shape[0] % size == 0:
-            rows = [torch.tensor_split(one, size)[rank] for one in everyones]
-            assert equal(hvd.alltoall(mine), torch.cat(rows))
-        splits = [1] + [0] * (size - 1)
-        rows, received = hvd.alltoall(mine, splits=splits)
-        assert equal(rows, torch.cat([one[:1] for one in everyones]) if rank == 0 else mine[:0])
-        assert received.tolist() == ([1] * size if rank == 0 else [0] * size)
-
-
 def lazy_views(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Views whose values are the conjugates or the negatives of what their memory holds."""
     views = [tensor.conj(), tensor.conj().imag, tensor.t().conj(), tensor.conj()[::2], torch._neg_view(tensor.real)]
@@ -116,9 +94,9 @@ def test_views_that_are_conjugate_or_negative_hold_their_values(hvd: Any) -> Non
             assert equal(hvd.synchronize(hvd.allreduce_async(view, op=hvd.Sum)), summed), number
             assert equal(hvd.reducescatter(view, op=hvd.Sum), torch.tensor_split(summed, size)[rank]), number
             assert equal(hvd.allgather(view), torch.cat(plain)), number
-            splits = [1, 1] + [0] * (size - 2) if size > 1 else None
+            splits = [1, 1] + [0] * (size - 2)
             rows = torch.stack([one[rank] for one in plain]) if rank < 2 else plain[0][:0]
-            assert size == 1 or equal(hvd.alltoall(view, splits=splits)[0], rows), number
+            assert equal(hvd.alltoall(view, splits=splits)[0], rows), number
             assert equal(hvd.broadcast(view, size - 1), plain[-1]), number
             for operation, expected in (
                 (lambda one: hvd.allreduce_(one, op=hvd.Sum), summed),
@@ -298,15 +276,14 @@ def test_reductions_without_a_meaning_are_refused(hvd: Any) -> None:
 
 def test_complex_and_real_tensors_are_told_apart(hvd: Any) -> None:
     mine = torch.ones(4, dtype=torch.complex64) if hvd.rank() == 0 else torch.ones(4, 2)
-    if hvd.size() > 1:
-        for operation in (hvd.allreduce, hvd.reducescatter, hvd.allgather, hvd.alltoall):
-            with told(MismatchError, "data types", "complex64", "float32"):
-                operation(mine[:0] if operation is hvd.alltoall else mine, name=f"apart.{operation.__name__}")
-        weight = nn.Parameter(mine)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
-        weight.grad = torch.ones_like(weight)
-        with told(MismatchError, "weight"):
-            optimizer.step()
+    for operation in (hvd.allreduce, hvd.reducescatter, hvd.allgather, hvd.alltoall):
+        with told(MismatchError, "data types", "complex64", "float32"):
+            operation(mine[:0] if operation is hvd.alltoall else mine, name=f"apart.{operation.__name__}")
+    weight = nn.Parameter(mine)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    weight.grad = torch.ones_like(weight)
+    with told(MismatchError, "weight"):
+        optimizer.step()
     still_works(hvd)
 
 

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from hvdkit.errors import ForkedChildError, NotInitializedError
 from tests.forking import forked, in_child
 from tests.on_ranks import on_ranks
-from tests.ranks import TORCH, Skip, run_ranks
+from tests.ranks import TORCH, run_ranks
 from tests.told import told
 from tests.torch.operations import still_works
 from tests.torch.optimizer_support import update
 
-pytestmark = on_ranks(1, 2)
+pytestmark = on_ranks(2)
 
 
 def answers(hvd: Any) -> list[Any]:
@@ -133,7 +133,7 @@ def test_collective_calls_raise_at_once(hvd: Any) -> None:
         optimizer.step,
         optimizer.synchronize,
         lambda: update(optimizer),
-        *([lambda: hvd.SyncBatchNorm(2).train()(torch.ones(4, 2))] if hvd.size() > 1 else []),
+        lambda: hvd.SyncBatchNorm(2).train()(torch.ones(4, 2)),
         *([lambda: hvd.synchronize(pending)] if pending is not None else []),
     ]
 
@@ -153,8 +153,6 @@ def test_collective_calls_raise_at_once(hvd: Any) -> None:
 
 
 def test_shutdown_and_init_in_a_child_are_its_own(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("a rank alone: its child starts a job of its own")
 
     def check() -> None:
         expected = answers(hvd)

@@ -10,7 +10,7 @@ from tests.on_ranks import on_ranks
 from tests.told import told
 from tests.torch.data import all_values, mean, total
 
-pytestmark = on_ranks(1, 2, 3)
+pytestmark = on_ranks(2, 3)
 
 
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, fill: float = 1.0) -> torch.Tensor:

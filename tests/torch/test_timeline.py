@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.on_ranks import on_ranks
-from tests.ranks import ROOT, Skip
+from tests.ranks import ROOT
 from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train_step
 
 pytestmark = [
-    on_ranks(1, 2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks(2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
     on_ranks((3, "torch"), name="no memory", HVDKIT_NODE_MEMORY="0", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
     on_ranks((3, "torch"), name="nodes", per_node=1, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
 ]
@@ -106,8 +106,6 @@ def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> No
 
 
 def test_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody is waited for")
     directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     net = make_net()
     optimizer, last = distributed_sgd(hvd, net), hvd.size() - 1
@@ -135,8 +133,6 @@ def test_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
 
 
 def test_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody is waited for")
     directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     last = hvd.size() - 1
     with recorded(hvd) as shown:
@@ -152,8 +148,6 @@ def test_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
 
 
 def test_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody is waited for")
     times = 20
     with recorded(hvd) as shown:
         hvd.barrier()  # nobody asks before rank 0 records
@@ -168,8 +162,6 @@ def test_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
 
 
 def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nothing is encoded")
     where = "everywhere" if hvd.local_size() == hvd.size() else "between_nodes"
     net = nn.Linear(128, 64)
     hvd.broadcast_parameters(net.state_dict(), 0)
@@ -189,8 +181,6 @@ def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
 
 
 def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nothing is reduced")
     net = make_net()
     optimizer = distributed_sgd(hvd, net)
     train_step(optimizer, net, batch(hvd.rank()))
@@ -218,11 +208,10 @@ def test_steps_and_passes_are_marked(hvd: Any) -> None:
     assert names == ["FORWARD", "BACKWARD"] * 2 + ["FORWARD_WITHOUT_GRADIENTS"], names
     assert all(one.args["module"] == "Net" for one in passes if one.name != "BACKWARD"), passes
     assert all(one.end <= other.begin for one, other in pairwise(passes)), passes
-    if hvd.size() > 1:
-        steps = [one for one in shown if one.name.startswith("STEP ")]
-        assert [one.name for one in steps] == ["STEP 1", "STEP 2", "STEP 3"], steps
-        assert all(abs(one.end - other.begin) < 1e-3 for one, other in pairwise(steps)), steps
-        assert steps[0].row.startswith("training: steps of SGD"), steps
+    steps = [one for one in shown if one.name.startswith("STEP ")]
+    assert [one.name for one in steps] == ["STEP 1", "STEP 2", "STEP 3"], steps
+    assert all(abs(one.end - other.begin) < 1e-3 for one, other in pairwise(steps)), steps
+    assert steps[0].row.startswith("training: steps of SGD"), steps
 
 
 def test_no_hook_stays_when_the_recording_is_over(hvd: Any) -> None:

@@ -18,7 +18,7 @@ from tests.ranks import Skip, free_port
 from tests.told import told
 from tests.torch.optimizer_support import batch, loss_of, make_net, no_warnings, train_step
 
-pytestmark = on_ranks(1, 2, 3)
+pytestmark = on_ranks(2, 3)
 
 ELEMENTS = 30 + 392 + 18  # of the parameters that have gradients
 ALONE = (
@@ -43,11 +43,11 @@ def sgd(net: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
 
 @contextmanager
 def warned(hvd: Any, *texts: str) -> Iterator[None]:
-    """The block gives these warnings and no others; none where there is one rank."""
+    """The block gives these warnings and no others."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    wanted = [text.format(rank=hvd.rank(), size=hvd.size()) for text in texts] if hvd.size() > 1 else []
+    wanted = [text.format(rank=hvd.rank(), size=hvd.size()) for text in texts]
     ours = [one for one in caught if "torch.jit" not in str(one.message)]  # which PyTorch's compiler uses
     found = [str(one.message) for one in ours]
     assert found == wanted, found
@@ -228,8 +228,8 @@ def test_compiled_steps_warn_too(hvd: Any) -> None:
 @contextmanager
 def process_group(hvd: Any) -> Iterator[None]:
     """The block runs beside a group of torch.distributed with all ranks."""
-    if hvd.size() == 1 or dist.is_initialized():
-        raise Skip("needs two ranks, and a torch.distributed that is free")
+    if dist.is_initialized():
+        raise Skip("needs a torch.distributed that is free")
     port = hvd.broadcast_object(free_port(), 0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=hvd.rank(), world_size=hvd.size())
     try:
