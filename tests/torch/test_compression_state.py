@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from hvdkit.compression import TopK
-from hvdkit.engine.session.session import Session
-from hvdkit.engine.steps.lane import Lane
-from hvdkit.engine.steps.offers import offer_of
-from hvdkit.engine.steps.plan import Slot
-from hvdkit.kernels import ReduceOp
 from hvdkit.torch.gradients import compression_state
-from tests.threads import on_threads
 from tests.told import told
 
 OURS = {"weight": (50, 60)}
@@ -56,26 +48,3 @@ def test_what_was_saved_is_taken() -> None:
 def test_what_was_not_saved_is_refused(wrong: Any, error: type[Exception], texts: tuple[str, ...]) -> None:
     with told(error, *texts):
         compression_state.check(wrong, OURS)
-
-
-def stepped(session: Session, shape: tuple[int, ...]) -> Lane:
-    """A lane of one parameter, after a step."""
-    slots = [Slot("weight", shape, np.dtype(np.float32))]
-    lane = session.engine.register_plan(
-        f"net of {shape}", slots, op=ReduceOp.SUM, codecs=[TopK(0.1, compress="everywhere")]
-    )
-    lane.ready(0, offer_of(np.arange(3000, dtype=np.float32)))
-    lane.finish()
-    return lane
-
-
-def test_a_lane_of_other_shapes_is_another_place_and_takes_no_state_of_it() -> None:
-    def run(session: Session) -> None:
-        lane, turned = stepped(session, (50, 60)), stepped(session, (60, 50))
-        assert lane.reducer.fingerprint() != turned.reducer.fingerprint()
-        before = str(compression_state.save(turned))
-        with told(ValueError, "'weight' was 50 x 60", "is 60 x 50 here"):
-            compression_state.resume(turned, compression_state.save(lane) or {})
-        assert str(compression_state.save(turned)) == before
-
-    on_threads(2, run)

@@ -137,6 +137,7 @@ def test_unscaling_before_synchronize_is_noticed_in_every_step(hvd: Any) -> None
 IN_FLIGHT: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "cleared": lambda net, first: net.zero_grad(),
     "clipped": lambda net, first: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+    "replaced": lambda net, first: setattr(net[0].weight, "grad", torch.ones_like(first)),
     "shared": lambda net, first: first.share_memory_(),
     "set": lambda net, first: first.set_(torch.zeros_like(first)),
     "made smaller": lambda net, first: first.set_(torch.zeros(3, dtype=first.dtype)),
