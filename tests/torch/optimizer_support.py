@@ -70,6 +70,12 @@ def distributed_sgd(hvd: Any, net: nn.Module, **options: Any) -> Any:
     return hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters(), **options)
 
 
+def wrapped_net(hvd: Any, seed: int = 1, **options: Any) -> tuple[Net, Any]:
+    """Return a net and its DistributedOptimizer."""
+    net = make_net(seed)
+    return net, distributed_sgd(hvd, net, **options)
+
+
 def train_step(optimizer: Any, net: nn.Module, data: Data, **options: Any) -> None:
     """Make the usual three calls."""
     optimizer.zero_grad()

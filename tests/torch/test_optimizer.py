@@ -27,6 +27,7 @@ from tests.torch.optimizer_support import (
     sgd,
     train_step,
     update,
+    wrapped_net,
 )
 
 pytestmark = [
@@ -52,8 +53,7 @@ def test_gradient_equals_one_process_on_the_joined_batch(hvd: Any) -> None:
 def test_parameters_are_bit_identical_on_ranks_and_in_runs(hvd: Any) -> None:
     digests = []
     for _ in range(2):
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net)
+        net, optimizer = wrapped_net(hvd)
         for step in range(50):
             train_step(optimizer, net, batch(hvd.rank(), step))
         assert_identical(hvd, net)
@@ -75,8 +75,7 @@ def test_sum_min_max_product_reduce_gradients(hvd: Any) -> None:
         loss_of(alone, batch(rank), use_spare=True).backward()
         gradients.append([parameter.grad for parameter in alone.parameters()])
     for op, reduce in reductions.items():
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net, op=op)
+        net, optimizer = wrapped_net(hvd, op=op)
         for _ in range(2):  # the second step comes through the hooks
             optimizer.zero_grad()
             loss_of(net, batch(hvd.rank()), use_spare=True).backward()
@@ -175,8 +174,7 @@ def test_ranks_without_a_gradient_contribute_zeros(hvd: Any) -> None:
 
 
 def test_gradient_set_by_hand_is_reduced(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     for _ in range(2):
         optimizer.zero_grad()
         for parameter in net.parameters():
@@ -240,8 +238,7 @@ def test_adasum_combines_the_updates(hvd: Any) -> None:
 
 def test_adasum_counts_passes(hvd: Any) -> None:
     needs_a_power_of_two(hvd)
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net, op=hvd.Adasum, backward_passes_per_step=2)
+    net, optimizer = wrapped_net(hvd, op=hvd.Adasum, backward_passes_per_step=2)
     for _ in range(2):
         loss_of(net, batch(hvd.rank())).backward()
         loss_of(net, batch(hvd.rank())).backward()

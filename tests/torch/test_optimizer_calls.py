@@ -22,14 +22,14 @@ from tests.torch.optimizer_support import (
     no_warnings,
     train_step,
     update,
+    wrapped_net,
 )
 
 pytestmark = on_ranks(2, 3)
 
 
 def test_too_many_backward_passes_raise(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     for _ in range(2):
         optimizer.zero_grad()
         loss_of(net, batch(hvd.rank())).backward()
@@ -42,8 +42,7 @@ def test_too_many_backward_passes_raise(hvd: Any) -> None:
 
 
 def test_clearing_gradients_in_flight_raises(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net, backward_passes_per_step=2)
+    net, optimizer = wrapped_net(hvd, backward_passes_per_step=2)
     for _ in range(2):
         loss_of(net, batch(hvd.rank())).backward()
         with told(AssertionError, "optimizer.zero_grad() was called after loss.backward()", "HINT"):
@@ -67,8 +66,7 @@ def test_clipping_between_synchronize_and_step(hvd: Any) -> None:
 
 
 def test_step_after_synchronize_warns(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     loss_of(net, batch(hvd.rank())).backward()
     optimizer.synchronize()
     with warnings.catch_warnings(record=True) as caught:
@@ -82,8 +80,7 @@ def test_step_after_synchronize_warns(hvd: Any) -> None:
 
 
 def test_step_that_skips_a_synchronization_that_never_was_raises(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     texts = ("optimizer.skip_synchronize()", "before optimizer.synchronize()", "HINT")
 
     def closure() -> torch.Tensor:

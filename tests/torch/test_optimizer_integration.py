@@ -27,6 +27,7 @@ from tests.torch.optimizer_support import (
     make_net,
     no_warnings,
     train_step,
+    wrapped_net,
 )
 
 pytestmark = on_ranks(2, 3)
@@ -157,8 +158,7 @@ def test_an_optimizer_that_computes_without_a_closure_is_an_error(hvd: Any) -> N
 
 
 def test_what_a_closure_returns_is_handed_through(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
 
     def stepped(returned: Any) -> Any:
         def closure() -> Any:

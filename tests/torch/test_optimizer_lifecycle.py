@@ -26,6 +26,7 @@ from tests.torch.optimizer_support import (
     loss_on,
     make_net,
     train_step,
+    wrapped_net,
 )
 
 pytestmark = on_ranks(2, 3)
@@ -116,8 +117,7 @@ def test_added_parameter_group(hvd: Any) -> None:
 
 
 def test_load_state_dict_forgets_a_half_done_step(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     for _ in range(2):  # before and after there is a plan
         saved = copy.deepcopy(optimizer.state_dict())
         loss_of(net, batch(hvd.rank())).backward()
@@ -133,8 +133,7 @@ def test_load_state_dict_forgets_a_half_done_step(hvd: Any) -> None:
 
 def forget_a_step_on_the_last_rank(hvd: Any, forget: Callable[[Any, dict[str, Any]], None]) -> None:
     """The last rank gives a step up that others use: each rank raises that once, and can go on from a common state."""
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     assert_reduces(hvd, optimizer, net)
     saved = copy.deepcopy(optimizer.state_dict())
     weights = copy.deepcopy(net.state_dict())
@@ -211,8 +210,7 @@ def test_wrapping_again_takes_the_parameters_over(hvd: Any) -> None:
 
 
 def test_given_up_optimizer_leaves_nothing(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     train_step(optimizer, net, batch(hvd.rank()))
     gone = weakref.ref(optimizer), weakref.ref(optimizer._synchronizer)
     optimizer.zero_grad()
@@ -225,8 +223,7 @@ def test_given_up_optimizer_leaves_nothing(hvd: Any) -> None:
 
 
 def test_init_again_in_the_middle_of_a_step(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     train_step(optimizer, net, batch(hvd.rank()))
     optimizer.zero_grad()
     loss_of(net, batch(hvd.rank())).backward()
@@ -238,8 +235,7 @@ def test_init_again_in_the_middle_of_a_step(hvd: Any) -> None:
 
 
 def test_init_again_after_shutdown(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     train_step(optimizer, net, batch(hvd.rank()))
     hvd.shutdown()
     with told(ValueError, "Horovod has not been initialized"):
@@ -252,8 +248,7 @@ def test_init_again_after_shutdown(hvd: Any) -> None:
 
 def test_a_step_that_is_abandoned_beside_a_rank_that_has_joined(hvd: Any) -> None:
     """Neither rank waits for ever: the joined rank gives no zeros to a step of which the others use nothing."""
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     for step in range(3):
         train_step(optimizer, net, batch(hvd.rank(), step))
     state = optimizer.state_dict()

@@ -24,7 +24,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.on_ranks import on_ranks
 from tests.ranks import ROOT
-from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train_step
+from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train_step, wrapped_net
 
 pytestmark = [
     on_ranks(2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
@@ -181,8 +181,7 @@ def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
 
 
 def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     train_step(optimizer, net, batch(hvd.rank()))
     with recorded(hvd):  # which looks whether each that began has ended
         loss_of(net, batch(hvd.rank())).backward()
@@ -192,8 +191,7 @@ def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
 
 
 def test_steps_and_passes_are_marked(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     with recorded(hvd) as shown:
         for step in range(3):
             train_step(optimizer, net, batch(hvd.rank(), step))

@@ -30,6 +30,7 @@ from tests.torch.optimizer_support import (
     no_warnings,
     train_step,
     update,
+    wrapped_net,
 )
 
 pytestmark = on_ranks(2, 3, HVDKIT_VERIFY="1", HVDKIT_DYNAMIC_PROCESS_SETS="1")
@@ -67,8 +68,7 @@ def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
 
 
 def test_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) -> None:
-    net = make_net(seed=1 + last(hvd))
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd, seed=1 + last(hvd))
     with warned(BROADCAST):  # on every rank
         train_step(optimizer, net, batch(hvd.rank()))
     with differing(hvd, 2, "'conv.weight', 'conv.bias'", "(of 8) differ", "SGD.", BROADCAST):
@@ -81,8 +81,7 @@ def test_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) 
 def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
     average, other = averages_and_adasum(hvd)
     for op, waits in ((average, False), (average, True), (other, False)):
-        net = make_net(seed=1 + last(hvd))
-        optimizer = distributed_sgd(hvd, net, op=op)
+        net, optimizer = wrapped_net(hvd, seed=1 + last(hvd), op=op)
         loss_of(net, batch(hvd.rank())).backward()
         if waits:
             optimizer.synchronize()
@@ -97,8 +96,7 @@ def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
 
 def test_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -> None:
     for op in averages_and_adasum(hvd):
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net, op=op)
+        net, optimizer = wrapped_net(hvd, op=op)
         train(hvd, optimizer, net, 4)
         if last(hvd):
             net.out.bias.data[1] += 1e-6
@@ -107,8 +105,7 @@ def test_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -
 
 
 def test_a_gradient_changed_unseen_is_found(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     train(hvd, optimizer, net, 2)
     loss_of(net, batch(hvd.rank())).backward()
     optimizer.synchronize()
@@ -120,8 +117,7 @@ def test_a_gradient_changed_unseen_is_found(hvd: Any) -> None:
 
 
 def test_clipping_scaling_and_steps_left_out_are_none(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(8):
         optimizer.zero_grad()
@@ -139,8 +135,7 @@ def test_clipping_scaling_and_steps_left_out_are_none(hvd: Any) -> None:
 
 
 def test_a_rank_that_leaves_its_update_out_stops_nobody(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     for step in range(3):
         loss_of(net, batch(hvd.rank(), step)).backward()
         optimizer.synchronize()
@@ -153,8 +148,7 @@ def test_a_rank_that_leaves_its_update_out_stops_nobody(hvd: Any) -> None:
 
 def test_every_way_to_train_passes(hvd: Any) -> None:
     for options in ({"backward_passes_per_step": 2}, {"compression": hvd.Compression.fp16}, {"op": hvd.Sum}):
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net, **options)
+        net, optimizer = wrapped_net(hvd, **options)
         for step in range(3):
             for _ in range(options.get("backward_passes_per_step", 1)):
                 loss_of(net, batch(hvd.rank(), step)).backward()
@@ -171,8 +165,7 @@ def test_every_way_to_train_passes(hvd: Any) -> None:
 
 
 def test_parameters_frozen_thawed_and_added_go_on(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     for step in range(6):
         net.conv.weight.requires_grad_(step % 3 != 0)
         train_step(optimizer, net, batch(hvd.rank(), step))
@@ -208,8 +201,7 @@ def test_sparse_and_dense_gradients_together(hvd: Any) -> None:
 
 def test_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
     for op in averages_and_adasum(hvd):
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net, op=op)
+        net, optimizer = wrapped_net(hvd, op=op)
         train(hvd, optimizer, net, 3 + 2 * hvd.rank())
         hvd.join()
         # Adasum counts its steps from the join.
@@ -227,8 +219,7 @@ def test_process_sets_are_compared_among_themselves(hvd: Any) -> None:
         raise Skip("needs a set of several ranks, and others")
     first, rest = hvd.add_process_set([0]), hvd.add_process_set(list(range(1, hvd.size())))
     mine = rest if rest.included() else first
-    net = make_net(seed=1 + (hvd.rank() == 0))
-    optimizer = distributed_sgd(hvd, net, process_set=mine)
+    net, optimizer = wrapped_net(hvd, seed=1 + (hvd.rank() == 0), process_set=mine)
     train(hvd, optimizer, net, 3)
     if last(hvd):
         net.out.bias.data += 1
@@ -257,8 +248,7 @@ def threads_by_rank(hvd: Any) -> Iterator[None]:
 def test_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) -> None:
     for op in averages_and_adasum(hvd):
         with threads_by_rank(hvd):
-            net = make_net()
-            optimizer = distributed_sgd(hvd, net, op=op)
+            net, optimizer = wrapped_net(hvd, op=op)
             train(hvd, optimizer, net, 2)
             if last(hvd):
                 with torch.no_grad():
@@ -278,8 +268,7 @@ def test_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) 
 def test_unrelated_models_are_an_error_whatever_ranks_compute_on(hvd: Any) -> None:
     for op in averages_and_adasum(hvd):
         with threads_by_rank(hvd):
-            net = make_net(seed=1 + hvd.rank())
-            optimizer = distributed_sgd(hvd, net, op=op)
+            net, optimizer = wrapped_net(hvd, seed=1 + hvd.rank(), op=op)
             with warned(BROADCAST):
                 train_step(optimizer, net, batch(hvd.rank()))
             with differing(hvd, 2, "rounding does not explain this"):
@@ -288,8 +277,7 @@ def test_unrelated_models_are_an_error_whatever_ranks_compute_on(hvd: Any) -> No
 
 def test_differences_are_measured_where_the_next_step_tells_them(hvd: Any) -> None:
     with threads_by_rank(hvd):
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net)
+        net, optimizer = wrapped_net(hvd)
 
         def step() -> None:
             loss_of(net, batch(hvd.rank())).backward()
@@ -398,14 +386,12 @@ def test_nothing_is_compared_where_it_is_switched_off(hvd: Any) -> None:
 def test_by_default_the_first_step_warns_and_the_tenth_raises(hvd: Any) -> None:
     with verifying(hvd, None):
         for op in averages_and_adasum(hvd):
-            net = make_net(seed=hvd.rank())
-            optimizer = distributed_sgd(hvd, net, op=op)
+            net, optimizer = wrapped_net(hvd, seed=hvd.rank(), op=op)
             with warned(BROADCAST):
                 train(hvd, optimizer, net, 9)
             with differing(hvd, 10, BROADCAST):
                 train_step(optimizer, net, batch(hvd.rank()))
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net)
+        net, optimizer = wrapped_net(hvd)
         for step in range(1, 10):
             train_step(optimizer, net, batch(hvd.rank(), step))
             net.out.bias.data += hvd.rank()
