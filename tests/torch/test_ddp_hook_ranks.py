@@ -21,28 +21,13 @@ from hvdkit.compression import CustomCodec
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.told import told
-from tests.torch import ddp_hook_support
+from tests.torch import ddp_hook_support as ddp
 from tests.torch.codec_support import EverySecond
-from tests.torch.ddp_hook_support import (
-    SHAPES,
-    SMALL_BUCKETS,
-    Job,
-    assert_identical,
-    assert_nothing_lost,
-    constant,
-    every_codec,
-    for_several_ranks,
-    means,
-    net_of,
-    same,
-    same_weights,
-    times,
-)
 from tests.torch.optimizer_support import assert_close, digest
 
 pytestmark = [
-    on_ranks((3, "torch"), runner=ddp_hook_support.__name__),
-    on_ranks((1, "torch"), (2, "torch"), thorough=True, runner=ddp_hook_support.__name__),
+    on_ranks((3, "torch"), runner=ddp.__name__),
+    on_ranks((1, "torch"), (2, "torch"), thorough=True, runner=ddp.__name__),
 ]
 
 
@@ -67,7 +52,7 @@ class Failing(CustomCodec):
 
 
 def test_ranks_with_other_codecs(hvd: Any) -> None:
-    for_several_ranks()
+    ddp.for_several_ranks()
     odd = dist.get_rank() == dist.get_world_size() - 1
     compression = hvd.Compression
     for ours, theirs in (
@@ -78,9 +63,9 @@ def test_ranks_with_other_codecs(hvd: Any) -> None:
         (EverySecond(first=0), EverySecond(first=1)),
     ):
         with told(hvd.HorovodInternalError, "Mismatched compressions", "sent", "HINT"):
-            constant(hvd, theirs if odd else ours)
+            ddp.constant(hvd, theirs if odd else ours)
         # The same where the hook is not registered by its own method: at the first bucket.
-        model = DistributedDataParallel(net_of(0))
+        model = DistributedDataParallel(ddp.net_of(0))
         model.register_comm_hook(hvd.ddp_hook(theirs if odd else ours), hvd.DDPHook.reduce)
         with told(hvd.HorovodInternalError, "Mismatched compressions", "sent", "HINT"):
             model().backward()
@@ -91,18 +76,18 @@ def test_ranks_with_other_buckets(hvd: Any) -> None:
     odd = dist.get_rank() == dist.get_world_size() - 1
     for codec in (hvd.Compression.none, hvd.Compression.topk(0.05)):
         # With this DDP keeps the buckets that it has first.
-        options = {"find_unused_parameters": True, "bucket_cap_mb": 25 if odd else SMALL_BUCKETS}
-        job = constant(hvd, codec, **options).steps(3)
-        assert_nothing_lost(job, times(3, means()))
-        assert_identical(job.net)
+        options = {"find_unused_parameters": True, "bucket_cap_mb": 25 if odd else ddp.SMALL_BUCKETS}
+        job = ddp.constant(hvd, codec, **options).steps(3)
+        ddp.assert_nothing_lost(job, ddp.times(3, ddp.means()))
+        ddp.assert_identical(job.net)
 
 
 def test_ranks_with_other_types(hvd: Any) -> None:
     """Which DDP does not compare either."""
-    for_several_ranks()
+    ddp.for_several_ranks()
     odd = dist.get_rank() == dist.get_world_size() - 1
     dtype = torch.float64 if odd else torch.float32
-    job = constant(hvd, hvd.Compression.int8, dtype, init_sync=False)
+    job = ddp.constant(hvd, hvd.Compression.int8, dtype, init_sync=False)
     with told(RuntimeError, "Mismatched parameters", "'first' float32[50, 60]", "'first' float64", "HINT"):
         job.step()
     with told(RuntimeError, "an earlier step failed"):
@@ -110,8 +95,8 @@ def test_ranks_with_other_types(hvd: Any) -> None:
 
 
 def test_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
-    for_several_ranks()
-    job = constant(hvd, Failing(feedback=False), find_unused_parameters=True)
+    ddp.for_several_ranks()
+    job = ddp.constant(hvd, Failing(feedback=False), find_unused_parameters=True)
     job.step()
     Failing.good_calls = 1
     dist.barrier()  # or a rank that is still in this step fails in it, and DDP is out of step with the other ranks'
@@ -128,8 +113,8 @@ def test_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
 
 
 def test_a_rank_that_does_not_come(hvd: Any) -> None:
-    for_several_ranks()
-    model = DistributedDataParallel(net_of(0))
+    ddp.for_several_ranks()
+    model = DistributedDataParallel(ddp.net_of(0))
     if dist.get_rank() > 0:
         hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=1))
         # Of several, one may have come later than the other waited for it.
@@ -144,9 +129,9 @@ def test_a_rank_that_does_not_come(hvd: Any) -> None:
 
 
 def test_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
-    for_several_ranks()
+    ddp.for_several_ranks()
     hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=LATE_SECONDS))
-    job = Job(net_of(), hook).steps(2)
+    job = ddp.Job(ddp.net_of(), hook).steps(2)
     if dist.get_rank() == 0:
         dist.barrier()  # when the others have given up
         text = "has left the job"
@@ -161,17 +146,17 @@ def test_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
 
 def test_registered_as_state_and_hook(hvd: Any) -> None:
     codec = hvd.Compression.topk(0.05)
-    hook, net = hvd.ddp_hook(codec), net_of()
-    model = DistributedDataParallel(net, bucket_cap_mb=SMALL_BUCKETS)
+    hook, net = hvd.ddp_hook(codec), ddp.net_of()
+    model = DistributedDataParallel(net, bucket_cap_mb=ddp.SMALL_BUCKETS)
     model.register_comm_hook(hook, hvd.DDPHook.reduce)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     for _ in range(4):
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
-    expected = constant(hvd, codec).steps(4)
-    assert same_weights(net, expected.net)
-    assert same(hook.state_dict(), expected.hook.state_dict())
+    expected = ddp.constant(hvd, codec).steps(4)
+    assert ddp.same_weights(net, expected.net)
+    assert ddp.same(hook.state_dict(), expected.hook.state_dict())
 
 
 def test_a_part_of_the_ranks(hvd: Any) -> None:
@@ -180,9 +165,9 @@ def test_a_part_of_the_ranks(hvd: Any) -> None:
     ranks = [1, 2]
     part = dist.new_group(ranks)
     if dist.get_rank() in ranks:
-        job = constant(hvd, hvd.Compression.int8, process_group=part).steps(3)
+        job = ddp.constant(hvd, hvd.Compression.int8, process_group=part).steps(3)
         assert job.hook.state_dict()["size"] == 2
-        model = DistributedDataParallel(net_of(0), process_group=part)
+        model = DistributedDataParallel(ddp.net_of(0), process_group=part)
         with told(ValueError, "the model is on ranks [1, 2], but process_group has ranks [0, 1, 2]", "HINT"):
             hvd.ddp_hook(hvd.Compression.int8, dist.group.WORLD).register(model)
         again = dist.new_group(
@@ -190,14 +175,14 @@ def test_a_part_of_the_ranks(hvd: Any) -> None:
         )  # the same ranks, so it may take the model's place
         hvd.ddp_hook(hvd.Compression.int8, again).register(model)
         model().backward()
-        mean = sum(net_of(rank).wide_gradient for rank in ranks) / 2
+        mean = sum(ddp.net_of(rank).wide_gradient for rank in ranks) / 2
         assert_close(-job.net.wide.detach(), 3 * mean, 0.02)
     dist.barrier()
 
 
 def test_beside_collectives_of_the_process_group(hvd: Any) -> None:
     """Which the script starts in the middle of a backward pass, on the process group that the model has."""
-    job = constant(hvd, hvd.Compression.topk(0.05))
+    job = ddp.constant(hvd, hvd.Compression.topk(0.05))
     sums = []
 
     def during(gradient: torch.Tensor) -> None:
@@ -208,9 +193,9 @@ def test_beside_collectives_of_the_process_group(hvd: Any) -> None:
     for parameter in job.net.parameters():
         parameter.register_hook(during)
     job.steps(3)
-    assert_nothing_lost(job, times(3, means()))
+    ddp.assert_nothing_lost(job, ddp.times(3, ddp.means()))
     assert set(sums) == {sum(range(dist.get_world_size()))}
-    assert len(sums) == 3 * len(SHAPES)
+    assert len(sums) == 3 * len(ddp.SHAPES)
 
 
 def test_many_buckets_on_ranks_of_different_pace(hvd: Any) -> None:
@@ -218,7 +203,7 @@ def test_many_buckets_on_ranks_of_different_pace(hvd: Any) -> None:
     inputs = torch.randn(4, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
     pace = torch.Generator().manual_seed(dist.get_rank())
     for name in ("none", "int8", "topk", "threshold", "powersgd"):
-        codec = every_codec(hvd)[name]
+        codec = ddp.every_codec(hvd)[name]
         ended = []
         for longest in (0.0, 0.004):
 
@@ -226,12 +211,12 @@ def test_many_buckets_on_ranks_of_different_pace(hvd: Any) -> None:
                 time.sleep(longest * torch.rand((), generator=pace).item())
 
             torch.manual_seed(0)
-            job = Job(nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), hvd.ddp_hook(codec), rate=0.01)
+            job = ddp.Job(nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), hvd.ddp_hook(codec), rate=0.01)
             for parameter in job.net.parameters():
                 parameter.register_hook(dawdle)
             for _ in range(4):
                 job.step(inputs, loss=torch.sum)
-            assert_identical(job.net)
+            ddp.assert_identical(job.net)
             ended.append(digest(job.net))
         assert ended[0] == ended[1], name
 
@@ -239,20 +224,20 @@ def test_many_buckets_on_ranks_of_different_pace(hvd: Any) -> None:
 def test_ranks_that_run_out_of_data_join(hvd: Any) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in ("none", "topk", "powersgd"):
-        job = constant(hvd, every_codec(hvd)[name])
+        job = ddp.constant(hvd, ddp.every_codec(hvd)[name])
         with job.model.join():
             job.steps(2 + rank)
-        assert_identical(job.net)
+        ddp.assert_identical(job.net)
         came = {
-            what: sum((2 + one) * getattr(net_of(one), f"{what}_gradient") for one in range(size)) / size
-            for what in SHAPES
+            what: sum((2 + one) * getattr(ddp.net_of(one), f"{what}_gradient") for one in range(size)) / size
+            for what in ddp.SHAPES
         }
-        assert_nothing_lost(job, came)
+        ddp.assert_nothing_lost(job, came)
 
 
 def test_one_hook_for_two_models(hvd: Any) -> None:
-    job = constant(hvd, hvd.Compression.int8).steps(2)
-    other = DistributedDataParallel(net_of(0))
+    job = ddp.constant(hvd, hvd.Compression.int8).steps(2)
+    other = DistributedDataParallel(ddp.net_of(0))
     with told(ValueError, "this hook has a model already", "HINT"):
         job.hook.register(other)
     other.register_comm_hook(job.hook, hvd.DDPHook.reduce)
@@ -261,12 +246,12 @@ def test_one_hook_for_two_models(hvd: Any) -> None:
     with told(RuntimeError, ""):
         hvd.ddp_hook(hvd.Compression.int8).register(job.model)
     with told(TypeError, "expected a DistributedDataParallel, got Constant", "HINT"):
-        hvd.ddp_hook(hvd.Compression.int8).register(net_of(0))
+        hvd.ddp_hook(hvd.Compression.int8).register(ddp.net_of(0))
 
 
 def test_the_thread_ends_with_the_hook(hvd: Any) -> None:
     before = set(threading.enumerate())
-    job = constant(hvd, hvd.Compression.int8).steps(2)
+    job = ddp.constant(hvd, hvd.Compression.int8).steps(2)
     started = [thread for thread in threading.enumerate() if thread not in before and "ddp-hook" in thread.name]
     gone = weakref.ref(job.hook)
     del job
