@@ -7,7 +7,7 @@ import torch
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 REDUCIBLE = [*INTEGERS, *FLOATS]
-MOVABLE = [*REDUCIBLE, torch.bool]
+MOVABLE = [*REDUCIBLE, torch.bool, torch.complex64, torch.complex128]
 SHAPES = [(), (7,), (3, 5), (2, 3, 4)]
 
 

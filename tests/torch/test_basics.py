@@ -1,7 +1,8 @@
-"""What needs no ranks: Horovod's names and signatures, compression, and calls before ``init()``."""
+"""What needs no ranks: Horovod's names and signatures, calls before ``init()``, checks, and buffers for results."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import os
@@ -14,6 +15,12 @@ import pytest
 import torch
 
 import hvdkit.torch as hvd
+from hvdkit.api.framework import KEPT_RESULTS, STEP_BYTES, ResultBuffers
+from hvdkit.api.gradients.planning import check_groups, form_groups
+from hvdkit.torch.gradients import compression_state
+from hvdkit.torch.gradients.names import check_names
+from hvdkit.torch.ops.framework import HUGE_BYTES, host_like
+from tests.told import told
 
 REDUCTION = "average name op prescale_factor postscale_factor process_set"
 SIGNATURES = {
@@ -138,9 +145,15 @@ def test_what_is_built_can_be_asked_before_init() -> None:
     assert not any((hvd.mpi_enabled(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()))
 
 
+def run(program: str, *arguments: str) -> None:
+    command, environment = [sys.executable, "-c", program, *arguments], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 def test_mpi_built_does_not_start_mpi() -> None:
     program = "import sys, hvdkit.torch as hvd; hvd.mpi_built(); assert 'mpi4py.MPI' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run(program)
 
 
 def test_one_process_can_start_stop_and_start_again() -> None:
@@ -154,7 +167,7 @@ for _ in range(2):
     hvd.shutdown()
     assert not hvd.is_initialized() and hvd.synchronize(handle) is None
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run(program)
 
 
 def test_a_forked_child_starts_a_job_of_its_own() -> None:
@@ -170,23 +183,115 @@ def test_a_forked_child_starts_a_job_of_its_own() -> None:
         "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))"
     )
     for state in ("initialized", "fresh"):
-        done = subprocess.run([sys.executable, "-c", program, state], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        run(program, state)
 
 
-def test_fp16_compresses_floating_point_only() -> None:
+def test_compression_keeps_types() -> None:
+    none, fp16 = hvd.Compression.none, hvd.Compression.fp16
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        compressed, context = hvd.Compression.fp16.compress(torch.ones(3, dtype=dtype))
+        compressed, context = fp16.compress(torch.ones(3, dtype=dtype))
         assert compressed.dtype == torch.float16
-        assert hvd.Compression.fp16.decompress(compressed, context).dtype == dtype
-    whole = torch.ones(3, dtype=torch.int32)
-    compressed, context = hvd.Compression.fp16.compress(whole)
-    assert compressed is whole
-    assert hvd.Compression.fp16.decompress(compressed, context) is whole
+        assert fp16.decompress(compressed, context).dtype == dtype
+    for compression, tensor in ((fp16, torch.ones(3, dtype=torch.int32)), (none, torch.ones(3))):
+        compressed, context = compression.compress(tensor)
+        assert compressed is tensor
+        assert compression.decompress(compressed, context) is tensor
 
 
-def test_no_compression_passes_tensors_through() -> None:
-    tensor = torch.ones(3)
-    compressed, context = hvd.Compression.none.compress(tensor)
-    assert compressed is tensor
-    assert hvd.Compression.none.decompress(compressed, context) is tensor
+def test_unnamed_parameters_are_named_by_place() -> None:
+    tensors = [torch.zeros(1) for _ in range(3)]
+    names = check_names(None, [{"params": tensors[:2]}, {"params": tensors[2:]}])
+    assert [name for name, _ in names] == ["allreduce.noname.0.0", "allreduce.noname.0.1", "allreduce.noname.1.0"]
+
+
+def test_names_may_be_more_than_the_optimizer_has() -> None:
+    tensors = [torch.zeros(1) for _ in range(3)]
+    pairs = [(str(i), tensor) for i, tensor in enumerate(tensors)]
+    assert check_names(iter(pairs), [{"params": tensors[:2]}]) == pairs
+
+
+@pytest.mark.parametrize("groups", [0, -2, 1.5, "two", [[torch.zeros(1), 3]]])
+def test_groups_that_make_no_sense_are_value_errors(groups: object) -> None:
+    with pytest.raises(ValueError, match="groups"):
+        check_groups("DistributedOptimizer", groups, "torch.Tensor", torch.is_tensor)
+
+
+def test_groups_of_one_and_absent_members_are_left_out() -> None:
+    a, b, c, absent = (torch.zeros(1) for _ in range(4))
+    formed = form_groups([a, b, c], [[a, absent], [b, c]])
+    assert [[id(member) for member in group] for group in formed] == [[id(b), id(c)]]
+    assert form_groups([a, b, c], 3) == []
+    assert form_groups([a, b, c], None) == []
+
+
+OURS = {"weight": (50, 60)}
+
+
+def saved(**changes: Any) -> dict[str, Any]:
+    """A state of one parameter of 50 x 60."""
+    kept = {"weight": {"residual": torch.ones(3000)}}
+    units = {"weight": {"residual": 1.0, "owed": 1.0}}
+    where = {"format": compression_state.FORMAT, "rank": 0, "size": 2, "place": "", "turn": 1, "notes": []}
+    return {**where, "shapes": {"weight": [50, 60]}, "kept": kept, "units": units, **changes}
+
+
+def test_what_was_saved_is_taken() -> None:
+    two = [saved(), saved(rank=1)]
+    assert compression_state.check(two, OURS) == two
+    assert compression_state.check(two[0], OURS) == two[:1]
+    assert compression_state.check(saved(), {"bias": (60,)}), "of a parameter that is not here"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "texts"),
+    [
+        (3, TypeError, ("got int",)),
+        ("state", TypeError, ("got str",)),
+        ([3], TypeError, ("got int in a list",)),
+        ([saved(), saved(format=1)], ValueError, ("not written by this version",)),
+        ([saved(), saved()], ValueError, ("what rank 0 of 2 kept is there twice", "HINT")),
+        (saved(shapes={"weight": [60, 50]}), ValueError, ("'weight' was 60 x 50", "is 50 x 60 here", "HINT")),
+        (
+            saved(kept={"weight": {"residual": torch.ones(1)}}),
+            ValueError,
+            ("'residual' of 'weight' has 1 elements", "3000"),
+        ),
+        (saved(kept={"weight": {"nonsense": torch.ones(3000)}}), ValueError, ("of 'weight' there is ['nonsense']",)),
+    ],
+)
+def test_what_was_not_saved_is_refused(wrong: Any, error: type[Exception], texts: tuple[str, ...]) -> None:
+    with told(error, *texts):
+        compression_state.check(wrong, OURS)
+
+
+def test_a_buffer_is_used_again_only_after_the_last_reference_is_gone():
+    buffers = ResultBuffers()
+    first = buffers.take(3 * STEP_BYTES)
+    address = first.ctypes.data
+    view = torch.from_numpy(first)[5:].view(torch.uint8)
+    del first
+    gc.collect()
+    assert buffers.take(3 * STEP_BYTES).ctypes.data != address, "a view of it is still there"
+    del view
+    gc.collect()
+    assert buffers.take(3 * STEP_BYTES - 1).ctypes.data == address
+
+
+def test_no_more_is_kept_than_two_of_the_largest_and_sizes_unused_longest_go_first():
+    buffers = ResultBuffers()
+    lent = [buffers.take(size * STEP_BYTES) for size in (1, 2, 3, 4, 4, 4)]
+    address = lent[-1].ctypes.data
+    while lent:
+        del lent[0]
+        gc.collect()
+        assert buffers.kept() <= KEPT_RESULTS * 4 * STEP_BYTES
+    assert buffers.take(4 * STEP_BYTES).ctypes.data == address
+
+
+def test_tensors_of_any_type_and_shape_lie_on_it():
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
+        like = torch.zeros(HUGE_BYTES // 8 + 3, 9, dtype=dtype)
+        made = host_like(like)
+        assert (made.shape, made.dtype) == (like.shape, like.dtype)
+        made.copy_(torch.ones_like(like))
+        assert bool((made == 1).all())

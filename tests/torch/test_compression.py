@@ -5,50 +5,47 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from hvdkit.compression import CustomCodec, PayloadCodec
+from hvdkit.compression import PayloadCodec
 from hvdkit.engine.session import runtime
 from tests.on_ranks import on_ranks
-from tests.told import warned
-from tests.torch.optimizer_support import assert_close, assert_identical, expect
+from tests.told import told, warned
+from tests.torch.codec_support import Constant, EverySecond, keeping_codecs, mean_gradients
+from tests.torch.optimizer_support import assert_close, assert_identical
 
+# What nothing about nodes, buckets or devices changes.
+ANYWHERE = (
+    "test_a_checkpoint_that_is_refused_changes_nothing",
+    "test_patterns_that_match_nothing_are_told",
+    "test_ranks_with_other_codecs",
+    "test_wrong_arguments",
+)
 pytestmark = [
     on_ranks(2, 3),
-    on_ranks(2, 3, name="nodes of 1", per_node=1),
-    on_ranks(3, 4, name="nodes of 2", per_node=2),
+    on_ranks((2, "mpi"), name="nodes of 1", without=ANYWHERE, per_node=1),
+    on_ranks((3, "torch"), name="nodes of 2", without=ANYWHERE, per_node=2),
+    on_ranks((3, "torch"), name="nodes of 1", thorough=True, per_node=1),
+    on_ranks((4, "mpi"), name="nodes of 2", thorough=True, per_node=2),
     on_ranks((2, "torch"), name="no memory", thorough=True, HVDKIT_NODE_MEMORY="0"),
-    on_ranks((2, "mpi"), name="small buckets", HOROVOD_FUSION_THRESHOLD="64"),
-    on_ranks((3, "torch"), name="device", runner="tests.transports.pretend_device"),
+    on_ranks((2, "mpi"), name="small buckets", without=ANYWHERE, HOROVOD_FUSION_THRESHOLD="64"),
+    on_ranks((3, "torch"), name="device", without=ANYWHERE, runner="tests.transports.pretend_device"),
     on_ranks((2, "torch"), name="device", thorough=True, runner="tests.transports.pretend_device"),
-    on_ranks((3, "torch"), name="shared device", runner="tests.transports.pretend_device", TESTS_SHARED_DEVICE="1"),
+    on_ranks(
+        (3, "torch"),
+        name="shared device",
+        without=ANYWHERE,
+        runner="tests.transports.pretend_device",
+        TESTS_SHARED_DEVICE="1",
+    ),
 ]
 
 SENT = r": \d+(\.\d [kM]B| bytes) sent as \d+(\.\d [kM]B| bytes) \(\d+\.\d x (less|more)\)"
 SHAPES = {"large": (50, 60), "wide": (3, 700), "bias": (60,)}
-
-
-@dataclass(frozen=True)
-class EverySecond(CustomCodec):
-    """Half of the values, the rest next time: a codec as a user writes it."""
-
-    name: ClassVar[str] = "every_second"
-    largest_ratio: ClassVar[float] = 0.5
-
-    first: int = 0
-
-    def encode(self, values: np.ndarray) -> np.ndarray:
-        return values[self.first :: 2]
-
-    def decode(self, payload: np.ndarray, elements: int) -> np.ndarray:
-        values = np.zeros(elements, dtype=np.float32)
-        values[self.first :: 2] = payload.view(np.float32)
-        return values
 
 
 def compress(hvd: Any) -> str:
@@ -57,39 +54,16 @@ def compress(hvd: Any) -> str:
 
 
 def codecs(hvd: Any) -> dict[str, PayloadCodec]:
-    where, compression = {"compress": compress(hvd)}, hvd.Compression
-    return {
-        "int8": compression.int8(**where),
-        "int8 stochastic": compression.int8(stochastic=True, **where),
-        "int4": compression.int4(**where),
-        "onebit": compression.onebit(**where),
-        "topk": compression.topk(0.05, **where),
-        "randomk": compression.randomk(0.1, **where),
-        "threshold": compression.threshold(2.0, **where),
-        "custom": EverySecond(first=1, **where),
-        "powersgd": compression.powersgd(2, **where),
-    }
+    return keeping_codecs(hvd.Compression, compress=compress(hvd))
 
 
-class Constant(nn.Module):
-    """Its gradients do not depend on its weights, so that all steps' gradients are known."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-            self.register_buffer(f"{name}_gradient", torch.randn(shape, generator=generator))
-
-    def forward(self) -> torch.Tensor:
-        return sum((getattr(self, name) * getattr(self, f"{name}_gradient")).sum() for name in SHAPES)  # type: ignore[return-value]
+def every_codec(hvd: Any) -> dict[str, PayloadCodec]:
+    return {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
 
 
-def make(
-    hvd: Any, compression: Any, rate: float = 1.0, seed: int | None = None, **options: Any
-) -> tuple[nn.Module, Any]:
-    net = Constant(hvd.rank() if seed is None else seed)
-    sgd = torch.optim.SGD(net.parameters(), lr=rate)
+def make(hvd: Any, compression: Any, seed: int | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    net = Constant(SHAPES, hvd.rank() if seed is None else seed)
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
     return net, hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=compression, **options)
 
 
@@ -100,8 +74,14 @@ def take_steps(net: nn.Module, optimizer: Any, steps: int) -> None:
         optimizer.step()
 
 
+def trained(hvd: Any, steps: int, *arguments: Any, **options: Any) -> tuple[nn.Module, Any]:
+    net, optimizer = make(hvd, *arguments, **options)
+    take_steps(net, optimizer, steps)
+    return net, optimizer
+
+
 def mean_gradient(hvd: Any, name: str) -> torch.Tensor:
-    return sum(getattr(Constant(rank), f"{name}_gradient") for rank in range(hvd.size())) / hvd.size()  # type: ignore[return-value]
+    return mean_gradients(SHAPES, hvd.size())[name]
 
 
 def owed_of(saved: dict[str, Any], parameter: str) -> torch.Tensor:
@@ -120,58 +100,38 @@ def owed(hvd: Any, optimizer: Any) -> list[torch.Tensor]:
     return [hvd.allreduce(one, op=hvd.Sum).to(torch.float32) for one in mine]
 
 
-def check_nothing_lost(hvd: Any, net: nn.Module, optimizer: Any, steps: int, rate: float = 1.0) -> None:
-    """What was applied and what is owed are all steps' gradients."""
+def check_nothing_lost(hvd: Any, net: nn.Module, optimizer: Any, steps: int) -> None:
+    """Check that what was applied and what is owed are all steps' gradients."""
     for (name, parameter), kept in zip(net.named_parameters(), owed(hvd, optimizer), strict=True):
-        applied = -parameter.detach() / rate
-        total = applied + kept.view(parameter.shape)
-        assert_close(total, steps * mean_gradient(hvd, name), 1e-4)
+        assert_close(kept.view(parameter.shape) - parameter.detach(), steps * mean_gradient(hvd, name), 1e-4)
 
 
 def test_nothing_is_lost_with_any_codec(hvd: Any) -> None:
     for name, codec in codecs(hvd).items():
-        net, optimizer = make(hvd, codec)
-        take_steps(net, optimizer, 7)
+        net, optimizer = trained(hvd, 7, codec)
         assert_identical(hvd, net)
         check_nothing_lost(hvd, net, optimizer, 7)
-        large, wide, bias = owed(hvd, optimizer)
-        assert large.abs().max() > 0, name
-        assert wide.abs().max() > 0, name
-        assert bias.abs().max() == 0, "biases are dense"
-
-
-def test_the_same_run_gives_the_same_bits(hvd: Any) -> None:
-    for codec in codecs(hvd).values():
-        digests = []
-        for _ in range(2):
-            net, optimizer = make(hvd, codec)
-            take_steps(net, optimizer, 4)
-            digests.append([parameter.detach().numpy().tobytes() for parameter in net.parameters()])
-        assert digests[0] == digests[1]
+        kept = [bool(one.abs().max() > 0) for one in owed(hvd, optimizer)]
+        assert kept == [True, True, False], f"{name}: biases are dense"
 
 
 def test_without_feedback_nothing_is_kept(hvd: Any) -> None:
     for codec in codecs(hvd).values():
-        net, optimizer = make(hvd, replace(codec, feedback=False))
-        take_steps(net, optimizer, 3)
+        net, optimizer = trained(hvd, 3, replace(codec, feedback=False))
         assert_identical(hvd, net)
         state = optimizer.state_dict().get("compression")  # its turns; a rank that encodes nothing has none
         assert state is None or not any(state["kept"].values())
 
 
 def test_sums_and_factors(hvd: Any) -> None:
-    for options, factor in (
-        ({"op": hvd.Sum}, hvd.size()),
-        ({"gradient_predivide_factor": 2.0}, 1),
-    ):
-        net, optimizer = make(hvd, hvd.Compression.int8(compress=compress(hvd)), **options)
-        take_steps(net, optimizer, 5)
+    for options, factor in (({"op": hvd.Sum}, hvd.size()), ({"gradient_predivide_factor": 2.0}, 1)):
+        net, _ = trained(hvd, 5, hvd.Compression.int8(compress=compress(hvd)), **options)
         assert_close(-net.large.detach(), 5 * factor * mean_gradient(hvd, "large"), 0.01)
 
 
 def test_other_floating_types(hvd: Any) -> None:
     for dtype, tolerance in ((torch.float64, 0.01), (torch.float16, 0.02), (torch.bfloat16, 0.05)):
-        net = Constant(hvd.rank()).to(dtype)
+        net = Constant(SHAPES, hvd.rank()).to(dtype)
         sgd = torch.optim.SGD(net.parameters(), lr=1.0)
         codec = hvd.Compression.int8(compress=compress(hvd))
         optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=codec)
@@ -182,40 +142,37 @@ def test_other_floating_types(hvd: Any) -> None:
 
 def test_casts_for_all_gradients(hvd: Any) -> None:
     for codec, tolerance in ((hvd.Compression.fp16, 2e-3), (hvd.Compression.bf16, 2e-2)):
-        net, optimizer = make(hvd, codec)
-        take_steps(net, optimizer, 2)
+        net, _ = trained(hvd, 2, codec)
         assert_identical(hvd, net)
-        for name in SHAPES:
-            assert_close(-getattr(net, name).detach(), 2 * mean_gradient(hvd, name), tolerance)
+        for name, mean in mean_gradients(SHAPES, hvd.size()).items():
+            assert_close(-getattr(net, name).detach(), 2 * mean, tolerance)
 
 
 def test_a_pattern_for_each_parameter(hvd: Any) -> None:
-    topk, int8 = hvd.Compression.topk(0.05, compress=compress(hvd)), hvd.Compression.int8(compress=compress(hvd))
+    where = {"compress": compress(hvd)}
+    topk, int8 = hvd.Compression.topk(0.05, **where), hvd.Compression.int8(**where)
     for policy in (
         {"lar*": topk, "bias": int8},
         lambda name, parameter: {"large": topk, "bias": int8}.get(name),
     ):
-        net, optimizer = make(hvd, policy)
-        take_steps(net, optimizer, 5)
+        net, optimizer = trained(hvd, 5, policy)
         assert_identical(hvd, net)
         check_nothing_lost(hvd, net, optimizer, 5)
         assert_close(-net.wide.detach(), 5 * mean_gradient(hvd, "wide"))
-        large, wide, bias = owed(hvd, optimizer)
-        assert large.abs().max() > 0
-        assert bias.abs().max() > 0
-        assert wide.abs().max() == 0
+        assert [bool(kept.abs().max() > 0) for kept in owed(hvd, optimizer)] == [True, False, True]
 
 
 def test_patterns_that_match_nothing_are_told(hvd: Any) -> None:
+    int8 = hvd.Compression.int8
     for policy, names, times in (
-        ({"*.weight": hvd.Compression.int8}, True, 1),
-        ({"lar*": hvd.Compression.int8}, False, 1),  # without names nothing can match
-        ({"*.weight": hvd.Compression.int8, "lar*": hvd.Compression.fp16()}, True, 0),
+        ({"*.weight": int8}, True, 1),
+        ({"lar*": int8}, False, 1),  # without names nothing can match
+        ({"*.weight": int8, "lar*": hvd.Compression.fp16()}, True, 0),
     ):
-        net = Constant(hvd.rank())
+        net = Constant(SHAPES, hvd.rank())
         named = net.named_parameters() if names else None
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), named, compression=policy)
-        with warned("none of the patterns", times if hvd.rank() == 0 and hvd.size() > 1 else 0):
+        with warned("none of the patterns", times if hvd.rank() == 0 else 0):
             take_steps(net, optimizer, 2)
 
 
@@ -238,18 +195,17 @@ def test_momentum_goes_on_while_parameters_are_frozen_and_unfrozen(hvd: Any) -> 
 
 
 def test_parameters_frozen_and_unfrozen(hvd: Any) -> None:
+    def check(net: nn.Module, optimizer: Any, steps: int) -> None:
+        kept = owed(hvd, optimizer)[0].view(50, 60)
+        assert_close(-net.large.detach() + kept, steps * mean_gradient(hvd, "large"), 1e-4)
+
     codec = hvd.Compression.topk(0.05, compress=compress(hvd))
     net, optimizer = make(hvd, codec)
-    take_steps(net, optimizer, 3)
-    net.wide.requires_grad_(False)
-    take_steps(net, optimizer, 3)
-    net.wide.requires_grad_(True)
-    take_steps(net, optimizer, 3)
-    net.wide.requires_grad_(False)
-    take_steps(net, optimizer, 1)
+    for steps, trains in ((3, True), (3, False), (3, True), (1, False)):
+        net.wide.requires_grad_(trains)
+        take_steps(net, optimizer, steps)
     assert_identical(hvd, net)
-    kept = owed(hvd, optimizer)[0]
-    assert_close(-net.large.detach() + kept.view(50, 60), 10 * mean_gradient(hvd, "large"), 1e-4)
+    check(net, optimizer, 10)
     net.wide.requires_grad_(True)
     take_steps(net, optimizer, 1)
     # What was kept of other parameters waits to be sent now; a checkpoint has it all the same.
@@ -257,13 +213,11 @@ def test_parameters_frozen_and_unfrozen(hvd: Any) -> None:
     resumed.load_state_dict(net.state_dict())
     other.load_state_dict(optimizer.state_dict())
     take_steps(resumed, other, 2)
-    kept = owed(hvd, other)[0]
-    assert_close(-resumed.large.detach() + kept.view(50, 60), 13 * mean_gradient(hvd, "large"), 1e-4)
+    check(resumed, other, 13)
 
 
 def test_reset_on_request(hvd: Any) -> None:
-    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
-    take_steps(net, optimizer, 3)
+    net, optimizer = trained(hvd, 3, hvd.Compression.topk(0.05, compress=compress(hvd)))
     optimizer.reset_compression()
     assert not any(optimizer.state_dict()["compression"]["kept"].values())
     take_steps(net, optimizer, 1)
@@ -271,10 +225,8 @@ def test_reset_on_request(hvd: Any) -> None:
 
 
 def test_resumed_from_a_checkpoint_with_the_same_bits(hvd: Any) -> None:
-    every = {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
-    for name, codec in every.items():
-        straight, optimizer = make(hvd, codec)
-        take_steps(straight, optimizer, 3)
+    for name, codec in every_codec(hvd).items():
+        straight, optimizer = trained(hvd, 3, codec)
         weights, state = {key: one.clone() for key, one in straight.state_dict().items()}, optimizer.state_dict()
         take_steps(straight, optimizer, 3)
         resumed, other = make(hvd, codec)
@@ -291,8 +243,7 @@ def test_resumed_from_a_checkpoint_with_the_same_bits(hvd: Any) -> None:
 
 
 def test_one_checkpoint_for_all_ranks_is_taken_once(hvd: Any) -> None:
-    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
-    take_steps(net, optimizer, 3)
+    net, optimizer = trained(hvd, 3, hvd.Compression.topk(0.05, compress=compress(hvd)))
     of_root = hvd.broadcast_object(optimizer.state_dict(), 0)
     before = [one.clone() for one in net.parameters()]
     optimizer.load_state_dict(of_root)
@@ -304,32 +255,18 @@ def test_one_checkpoint_for_all_ranks_is_taken_once(hvd: Any) -> None:
     assert_close(moved, mean_gradient(hvd, "large") + large.view(50, 60), 1e-4)
 
 
-def test_a_checkpoint_of_another_version_is_an_error(hvd: Any) -> None:
-    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
-    take_steps(net, optimizer, 1)
-    state = optimizer.state_dict()
-    odd = {name: one for name, one in state["compression"].items() if name != "format"}
-    for other in (odd, [state["compression"], odd]):
-        with expect(ValueError, "not written by this version"):
-            make(hvd, hvd.Compression.none)[1].load_state_dict({**state, "compression": other})
-    take_steps(net, optimizer, 1)
-
-
 def test_a_checkpoint_that_is_refused_changes_nothing(hvd: Any) -> None:
-    net, optimizer = make(hvd, hvd.Compression.topk(0.05, compress=compress(hvd)))
-    take_steps(net, optimizer, 2)
+    net, optimizer = trained(hvd, 2, hvd.Compression.topk(0.05, compress=compress(hvd)))
     state = optimizer.state_dict()
     kept = state["compression"]
     turned = {**kept, "shapes": {name: shape[::-1] for name, shape in kept["shapes"].items()}}
     odd = {**state, "param_groups": [{**state["param_groups"][0], "lr": 7.0}]}
     for loading in (optimizer, make(hvd, hvd.Compression.topk(0.05))[1]):  # after steps, and before the first
         before = loading.state_dict()
-        with expect(ValueError, "'large' was 60 x 50 when it was saved, and is 50 x 60 here", "HINT"):
+        with told(ValueError, "'large' was 60 x 50 when it was saved, and is 50 x 60 here", "HINT"):
             loading.load_state_dict({**odd, "compression": turned})
-        with expect(ValueError, "twice"):
+        with told(ValueError, "twice"):
             loading.load_state_dict({**odd, "compression": [kept, kept]})
-        with expect(TypeError, "got int"):
-            loading.load_state_dict({**odd, "compression": 3})
         assert loading.param_groups[0]["lr"] == 1.0
         assert str(loading.state_dict()) == str(before)
     take_steps(net, optimizer, 1)
@@ -338,8 +275,7 @@ def test_a_checkpoint_that_is_refused_changes_nothing(hvd: Any) -> None:
 def test_checkpoints_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
     """Those of all ranks, of which some are missing here and some come twice, as from a larger or smaller job."""
     codec = hvd.Compression.topk(0.05, compress=compress(hvd))
-    net, optimizer = make(hvd, codec)
-    take_steps(net, optimizer, 3)
+    _, optimizer = trained(hvd, 3, codec)
     everyones = hvd.allgather_object(optimizer.state_dict())
     for count in (1, hvd.size() + 1, 2 * hvd.size() + 1):
         states = []
@@ -349,19 +285,15 @@ def test_checkpoints_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
         total = sum((owed_of(one["compression"], "large") for one in states), torch.zeros(3000))
         other, other_optimizer = make(hvd, codec, seed=0)
         other_optimizer.load_state_dict(hvd.merge_state_dicts(states))
-        take_steps(other, other_optimizer, 1)
-        moved = -other.large.detach() + owed(hvd, other_optimizer)[0].view(50, 60)
-        assert_close(moved, Constant(0).large_gradient + total.view(50, 60), 1e-4)
-        take_steps(other, other_optimizer, 1)
-        moved = -other.large.detach() + owed(hvd, other_optimizer)[0].view(50, 60)
-        assert_close(moved, 2 * Constant(0).large_gradient + total.view(50, 60), 1e-4)
+        for steps in (1, 2):
+            take_steps(other, other_optimizer, 1)
+            moved = -other.large.detach() + owed(hvd, other_optimizer)[0].view(50, 60)
+            assert_close(moved, steps * Constant(SHAPES).large_gradient + total.view(50, 60), 1e-4)
 
 
 def test_what_is_not_finite_reaches_all_ranks_and_no_residual(hvd: Any) -> None:
-    every = {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
-    for name, codec in every.items():
-        net, optimizer = make(hvd, codec)
-        take_steps(net, optimizer, 2)
+    for name, codec in every_codec(hvd).items():
+        net, optimizer = trained(hvd, 2, codec)
         for odd in (float("nan"), float("inf")):
             optimizer.zero_grad()
             gradient = net.large_gradient.clone()
@@ -381,8 +313,7 @@ def test_what_is_not_finite_reaches_all_ranks_and_no_residual(hvd: Any) -> None:
 
 
 def test_ranks_that_run_out_of_data_join(hvd: Any) -> None:
-    every = {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
-    for codec in every.values():
+    for codec in every_codec(hvd).values():
         net, optimizer = make(hvd, codec)
         take_steps(net, optimizer, 2 + hvd.rank())
         assert hvd.join() in range(hvd.size())
@@ -391,10 +322,8 @@ def test_ranks_that_run_out_of_data_join(hvd: Any) -> None:
 
 
 def test_operations_with_codecs(hvd: Any) -> None:
-    values = torch.randn(3000, generator=torch.Generator().manual_seed(hvd.rank()))
     everyones = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
-    mean = sum(everyones) / hvd.size()
-    where = {"compress": compress(hvd)}
+    values, mean, where = everyones[hvd.rank()], sum(everyones) / hvd.size(), {"compress": compress(hvd)}
     for codec, tolerance in (
         (hvd.Compression.int8(**where), 0.02),
         (hvd.Compression.int4(**where), 0.3),
@@ -406,14 +335,11 @@ def test_operations_with_codecs(hvd: Any) -> None:
         result = hvd.allreduce(values, compression=codec, name="one")
         assert torch.equal(values, before)
         assert_close(result, mean, tolerance)
-        everyone = hvd.allgather_object(result.numpy().tobytes())
-        assert len(set(everyone)) == 1
+        assert len(set(hvd.allgather_object(result.numpy().tobytes()))) == 1
         pair = hvd.grouped_allreduce([values, 2 * values], compression=codec, op=hvd.Sum, name="pair")
         assert_close(pair[1], 2 * hvd.size() * mean, tolerance)
         rows = hvd.reducescatter(values.view(300, 10), compression=codec, name="rows")
-        each, longer = divmod(300, hvd.size())
-        begin = hvd.rank() * each + min(hvd.rank(), longer)
-        assert_close(rows, mean.view(300, 10)[begin : begin + len(rows)], tolerance)
+        assert_close(rows, torch.tensor_split(mean.view(300, 10), hvd.size())[hvd.rank()], tolerance)
         wanting = values.clone().requires_grad_()
         hvd.allreduce(wanting, compression=codec, name="gradient").sum().backward()
         assert_close(wanting.grad, torch.ones(3000), tolerance)
@@ -421,22 +347,25 @@ def test_operations_with_codecs(hvd: Any) -> None:
 
 def test_what_casts_did_is_told(hvd: Any) -> None:
     for name, cast in (("fp16", hvd.Compression.fp16), ("bf16", hvd.Compression.bf16)):
-        net = Constant(hvd.rank())
+        net = Constant(SHAPES, hvd.rank())
         names = [(f"told.{name}.{inner}", parameter) for inner, parameter in net.named_parameters()]
         sgd = torch.optim.SGD(net.parameters(), lr=1.0)
         optimizer = hvd.DistributedOptimizer(sgd, names, compression=cast)
         take_steps(net, optimizer, 2)
         stats = hvd.compression_stats()
-        told, line = stats.by_codec[name], next(one for one in str(stats).split("\n") if one.startswith(f"{name}: "))
+        of_codec, line = (
+            stats.by_codec[name],
+            next(one for one in str(stats).split("\n") if one.startswith(f"{name}: ")),
+        )
         assert all(stats.by_parameter[inner].codec == name for inner, _ in names)
         lanes = runtime.engine().lanes.values()
         on_device = any(lane.on_device and lane.reducer.layout is None for lane in lanes)  # and not summed in the node
         one_node = hvd.local_size() == hvd.size() and os.environ.get("HVDKIT_NODE_MEMORY") != "0"
         one_memory = one_node and not on_device
-        sent = hvd.allreduce(torch.tensor(told.bytes_after), op=hvd.Sum).item()
+        sent = hvd.allreduce(torch.tensor(of_codec.bytes_after), op=hvd.Sum).item()
         assert (sent == 0) == one_memory, sent
-        if told.bytes_after == 0:  # nor does each rank of a node send something to others
-            assert told.bytes_before == told.bytes_after == 0, told
+        if of_codec.bytes_after == 0:  # nor does each rank of a node send something to others
+            assert of_codec.bytes_before == of_codec.bytes_after == 0, of_codec
             assert "nothing was encoded" in line, line
             continue
         ours = [stats.by_parameter[inner] for inner, _ in names]
@@ -449,7 +378,7 @@ def test_what_casts_did_is_told(hvd: Any) -> None:
 
 def test_what_it_did_is_told(hvd: Any) -> None:
     where = {"compress": compress(hvd)}
-    net = Constant(hvd.rank())
+    net = Constant(SHAPES, hvd.rank())
     names = [(f"told.{name}", parameter) for name, parameter in net.named_parameters()]
     policy = {"*.large": hvd.Compression.int8(**where), "*.wide": hvd.Compression.topk(0.05, **where)}
     sgd = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -484,7 +413,7 @@ def test_operations_with_a_codec_while_a_rank_has_joined(hvd: Any) -> None:
 def test_ranks_with_other_codecs(hvd: Any) -> None:
     odd = hvd.rank() == hvd.size() - 1
     compression = hvd.Compression
-    for ours, theirs, told in (
+    for ours, theirs, text in (
         (compression.topk(0.05), compression.topk(0.1), "topk(feedback=True"),
         (compression.randomk(0.1, seed=1), compression.randomk(0.1, seed=2), "seed=2"),
         (compression.int8, compression.int4, "int4"),
@@ -493,9 +422,9 @@ def test_ranks_with_other_codecs(hvd: Any) -> None:
         ({"large": compression.int8}, {"wide": compression.int8}, "'large' float32[50, 60]: rank 0"),
     ):
         net, optimizer = make(hvd, theirs if odd else ours)
-        with expect(hvd.HorovodInternalError, "Mismatched compressions", "SGD", told):
+        with told(hvd.HorovodInternalError, "Mismatched compressions", "SGD", text):
             take_steps(net, optimizer, 1)
-    with expect(hvd.HorovodInternalError, "ismatched compressions", "'odd'"):
+    with told(hvd.HorovodInternalError, "ismatched compressions", "'odd'"):
         hvd.allreduce(torch.ones(9), compression=compression.int8 if odd else compression.int4, name="odd")
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
@@ -522,21 +451,21 @@ def test_wrong_arguments(hvd: Any) -> None:
         (lambda: compression.powersgd(0), ValueError, "rank must be from 1"),
         (lambda: compression.powersgd(2.0), TypeError, "rank must be an integer"),
     ):
-        with expect(error, text):
+        with told(error, text):
             wrong()
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
-        with expect(ValueError, "only Average and Sum"):
+        with told(ValueError, "only Average and Sum"):
             hvd.allreduce(torch.ones(4), op=op, compression=compression.topk(0.1))
-        with expect(ValueError, "only Average and Sum"):
+        with told(ValueError, "only Average and Sum"):
             make(hvd, compression.int8, op=op)
-    with expect(ValueError, "torch.int64", "only floating"):
+    with told(ValueError, "torch.int64", "only floating"):
         hvd.allreduce(torch.ones(4, dtype=torch.int64), op=hvd.Sum, compression=compression.int8)
     for codec in (compression.dgc(0.1), compression.powersgd, compression.topk(0.1, warmup_epochs=1)):
-        with expect(ValueError, "needs a DistributedOptimizer"):
+        with told(ValueError, "needs a DistributedOptimizer"):
             hvd.allreduce(torch.ones(4), compression=codec)
-    with expect(TypeError, "compression['large']"):
+    with told(TypeError, "compression['large']"):
         make(hvd, {"large": 3})
-    with expect(TypeError, "patterns must be strings"):
+    with told(TypeError, "patterns must be strings"):
         make(hvd, {3: compression.int8})
-    with expect(TypeError, "compression must be one of hvd.Compression"):
+    with told(TypeError, "compression must be one of hvd.Compression"):
         make(hvd, 3)

@@ -22,13 +22,12 @@ import hvdkit.torch as hvd
 from hvdkit.engine.session.session import Session
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch import DDPHook
-from hvdkit.torch.data_parallel import group
 from hvdkit.torch.data_parallel.gradients import HookBucket
 from hvdkit.torch.data_parallel.group import FINISH_SECONDS, Worker
 from tests.ranks import TORCH, start_ranks
 from tests.threads import on_threads
+from tests.told import told
 from tests.torch.ddp_hook_loop import TIMEOUT_SECONDS
-from tests.torch.optimizer_support import expect
 
 # What noticing may take on a machine that is busy with other tests.
 PATIENCE_SECONDS = 240
@@ -90,44 +89,44 @@ def test_a_stopped_rank_is_an_error_within_the_time_limit() -> None:
     processes = loop("endless", 3, pids)
     os.kill(pids[2], signal.SIGSTOP)
     try:
-        told = ""
+        outputs = ""
         for status, output in ended(processes[:2]):
             assert status == 1, output
-            told += output
+            outputs += output
         limit = rf"{TIMEOUT_SECONDS} s \(the hook's timeout\)"  # whichever is noticed first
         silent, idle = (
             rf"rank 2 \(.*\) gave .* no sign of life for {limit}",
             rf"2\] did not send their part within {limit}",
         )
-        assert re.search(f"{silent}|{idle}", told), told
+        assert re.search(f"{silent}|{idle}", outputs), outputs
     finally:
         processes[2].kill()
         processes[2].communicate()
 
 
 def test_a_rank_that_raises_in_a_backward_pass_ends_and_so_do_the_others() -> None:
-    (first, printed), (second, told) = ended(loop("raises", 2))
-    assert (first, second) == (1, 1), printed + told
+    (first, printed), (second, others) = ended(loop("raises", 2))
+    assert (first, second) == (1, 1), printed + others
     assert "ZeroDivisionError: on purpose" in printed
-    assert "has left the job: its process or its ddp_hook has come to its end" in told
+    assert "has left the job: its process or its ddp_hook has come to its end" in others
 
 
 @pytest.mark.parametrize("wrong", [3, "int8", None, nn.Linear, {"*": hvd.Compression.int8}, hvd.Compression])
 def test_what_is_no_codec_is_refused(wrong: Any) -> None:
-    with expect(TypeError, "ddp_hook: compression must be one of hvd.Compression"):
+    with told(TypeError, "ddp_hook: compression must be one of hvd.Compression"):
         hvd.ddp_hook(wrong)
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with expect(TypeError, "timeout must be a datetime.timedelta or None, got 3"):
+    with told(TypeError, "timeout must be a datetime.timedelta or None, got 3"):
         hvd.ddp_hook(hvd.Compression.int8, timeout=3)  # type: ignore[arg-type]
-    with expect(ValueError, "timeout must be above zero"):
+    with told(ValueError, "timeout must be above zero"):
         hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(0))
-    with expect(TypeError, "process_group must be one that this rank is in, or None", "HINT"):
+    with told(TypeError, "process_group must be one that this rank is in, or None", "HINT"):
         hvd.ddp_hook(hvd.Compression.int8, process_group=-100)
-    with expect(ValueError, "init_process_group"):
+    with told(ValueError, "init_process_group"):
         hvd.ddp_hook(hvd.Compression.int8).state_dict()
-    with expect(TypeError, "expected a DistributedDataParallel, got Linear", "HINT"):
+    with told(TypeError, "expected a DistributedDataParallel, got Linear", "HINT"):
         hvd.ddp_hook(hvd.Compression.int8).register(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
@@ -137,7 +136,7 @@ def state(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error", "told"),
+    ("wrong", "error", "text"),
     [
         (3, TypeError, "expected a state_dict or a list"),
         ("state", TypeError, "expected a state_dict or a list"),
@@ -151,8 +150,8 @@ def state(**changes: Any) -> dict[str, Any]:
         ([state(), state(rank=1), state()], ValueError, "number 2 is another state_dict of rank 0"),
     ],
 )
-def test_states_that_cannot_be_loaded_are_refused(wrong: Any, error: type[Exception], told: str) -> None:
-    with expect(error, "ddp_hook.load_state_dict", told):
+def test_states_that_cannot_be_loaded_are_refused(wrong: Any, error: type[Exception], text: str) -> None:
+    with told(error, "ddp_hook.load_state_dict", text):
         hvd.ddp_hook(hvd.Compression.int8).load_state_dict(wrong)
 
 
@@ -179,7 +178,7 @@ class PretendBucket:
     "buffer", [torch.ones(3, dtype=torch.float8_e4m3fn), torch.ones(3, dtype=torch.int32), torch.ones(3, device="meta")]
 )
 def test_gradients_that_cannot_be_averaged_are_refused(buffer: torch.Tensor) -> None:
-    with expect(ValueError, "ddp_hook: bucket 0 ([3]) is", str(buffer.dtype), "torch.bfloat16", "CPU or CUDA"):
+    with told(ValueError, "ddp_hook: bucket 0 ([3]) is", str(buffer.dtype), "torch.bfloat16", "CPU or CUDA"):
         hvd.ddp_hook(hvd.Compression.none).reduce(PretendBucket(buffer))  # type: ignore[arg-type]
 
 
@@ -222,40 +221,10 @@ def test_all_futures_end_where_the_device_fails_again_in_saying_so() -> None:
                     time.sleep(0.001)
                 assert future.done()
                 assert "an illegal memory access" in str(bucket.errors[0])
-            with expect(RuntimeError, "an earlier step failed", "an illegal memory access"):
+            with told(RuntimeError, "an earlier step failed", "an illegal memory access"):
                 hook.reduce(pretend()).wait()  # type: ignore[arg-type]
 
     on_threads(1, run)
-
-
-def test_a_job_that_raises_is_told_and_the_next_ones_run(caplog: pytest.LogCaptureFixture) -> None:
-    def run(session: Session) -> None:
-        with hook_on(session) as hook:
-            done = threading.Event()
-            hook._worker.run(lambda: 1 // 0)  # type: ignore[union-attr, arg-type, return-value]
-            hook._worker.run(done.set)  # type: ignore[union-attr]
-            assert done.wait(10)
-
-    on_threads(1, run)
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_all_hooks_are_told_to_end_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class Pretend:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def tell_to_end(self) -> None:
-            calls.append(f"tell {self.name}")
-
-        def end(self, deadline: float) -> None:
-            calls.append(f"end {self.name}")
-
-    monkeypatch.setattr(group, "_SERVING", {Pretend(name): None for name in "cab"})
-    group._end_all()
-    assert calls == ["tell c", "tell a", "tell b", "end c", "end a", "end b"]
 
 
 def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error() -> None:
@@ -269,18 +238,18 @@ def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error
             assert lane is not None
             # Some of the next step was handed over, and nothing of it has begun.
             lane.step.begun = True
-            with pytest.raises(HorovodInternalError, match=r"ddp_hook: state_dict.*not completed") as told:
+            with pytest.raises(HorovodInternalError, match=r"ddp_hook: state_dict.*not completed") as caught:
                 hook.state_dict()
-            assert "optimizer" not in str(told.value)
+            assert "optimizer" not in str(caught.value)
             hook._worker.run(lambda: hook._fail(hvd.HorovodInternalError("rank 1 is lost")))  # type: ignore[union-attr]
-            with expect(RuntimeError, "rank 1 is lost"):
+            with told(RuntimeError, "rank 1 is lost"):
                 hook.reduce(bucket).wait()  # type: ignore[arg-type]
             after = hook.state_dict()
             lane.reducer.residuals.is_in_use = True  # some of it was encoded
             assert hook._gradients.under_way() == "\nIt was at operation 0 of 1 (parameter 0)."
-            with pytest.raises(HorovodInternalError, match=r"ddp_hook: state_dict.*rank 1 is lost") as told:
+            with pytest.raises(HorovodInternalError, match=r"ddp_hook: state_dict.*rank 1 is lost") as caught:
                 hook.state_dict()
-            assert "optimizer" not in str(told.value)
+            assert "optimizer" not in str(caught.value)
             return before, after
 
     for result in on_threads(2, run):
@@ -288,29 +257,3 @@ def test_after_a_failure_the_state_is_that_of_the_last_complete_step_or_an_error
         before, after = result
         assert before["kept"]
         assert str(before) == str(after)
-
-
-def test_errors_of_the_engine_speak_of_the_hook() -> None:
-    error = HorovodInternalError("hvd.init() waited 3 s (HVDKIT_TIMEOUT_SECONDS) for optimizer 'ddp_hook', operation 1")
-    assert group.hooks_text(error, [0]) == "ddp_hook waited 3 s (the hook's timeout) for ddp_hook, operation 1"
-
-
-def test_turn_and_shapes_are_those_of_all_ranks_whatever_one_keeps() -> None:
-    def run(session: Session) -> dict[str, Any]:
-        with hook_on(session, hvd.Compression.int8(feedback=False)) as hook:
-            bucket = pretend()
-            for _ in range(3):
-                hook.reduce(bucket).wait()  # type: ignore[arg-type]
-            lane = hook._gradients.lane
-            assert lane is not None
-            if lane.group.rank == 1:  # as of a rank that nothing was encoded on
-                lane.reducer.residuals.forget()
-                for state in lane.reducer.residuals._states:
-                    state.shared.numbers.clear()
-            return hook.state_dict()
-
-    states = on_threads(2, run)
-    assert [(one["turn"], one["shapes"], len(one["kept"])) for one in states if one] == [
-        (3, [[64, 64]], 1),
-        (3, [[64, 64]], 0),
-    ]

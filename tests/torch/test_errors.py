@@ -1,16 +1,21 @@
-"""What is said at once about arguments that cannot work, and that nothing is left behind by it."""
+"""What is said at once about arguments that cannot work, and on every rank where ranks disagree; the job goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch import nn
 
 from tests.on_ranks import on_ranks
-from tests.ranks import Skip
 from tests.told import told
 from tests.torch.data import equal
 from tests.torch.operations import grouped_operations, still_works, tensor_operations
+from tests.torch.optimizer_support import assert_close
 
-pytestmark = on_ranks(1, 2, 3, 4)
+pytestmark = on_ranks(2, 3)
 
 
 def test_what_is_no_tensor_is_told_with_function_and_argument(hvd):
@@ -68,92 +73,65 @@ def test_reductions_that_do_not_work_are_told_with_those_that_do(hvd):
     for average in (True, False):
         with told(ValueError, "supersedes average"):
             hvd.allreduce(tensor, op=hvd.Sum, average=average)
-    if hvd.size() & (hvd.size() - 1):
-        with told(NotImplementedError, "non-power of 2", str(hvd.size())):
-            hvd.allreduce(tensor, op=hvd.Adasum)
-    else:
-        with told(ValueError, "floating point", "int64"):
-            hvd.allreduce(torch.ones(1, dtype=torch.int64), op=hvd.Adasum)
+    kind, *texts = (
+        (NotImplementedError, "non-power of 2", "3") if hvd.size() == 3 else (ValueError, "floating", "int64")
+    )
+    with told(kind, *texts):
+        hvd.allreduce(tensor if hvd.size() == 3 else tensor.long(), op=hvd.Adasum)
 
 
-def test_names_and_factors_of_the_wrong_type(hvd):
-    for name, operation in tensor_operations(hvd).items():
-        with told(TypeError, f"{name}: name", "int"):
-            operation(torch.ones(hvd.size()), name=3)
+def test_other_arguments_of_the_wrong_type_or_value(hvd):
+    size, ones = hvd.size(), torch.ones
+    operations = tensor_operations(hvd)
+    rows: list[tuple[Any, ...]] = [
+        (TypeError, (f"{name}: name", "int"), lambda operation=operation: operation(ones(size), name=3))
+        for name, operation in operations.items()
+    ]
     for argument in ("prescale_factor", "postscale_factor"):
-        with told(TypeError, argument, "'x'"):
-            hvd.allreduce(torch.ones(1), **{argument: "x"})
-        with told(TypeError, argument, "None"):
-            hvd.reducescatter(torch.ones(1), **{argument: None})
-    with told(TypeError, "process_set", "list"):
-        hvd.allreduce(torch.ones(1), process_set=[0])
-    with told(TypeError, "process_set", "list"):
-        hvd.barrier(process_set=[0])
-    unregistered = hvd.ProcessSet([0])
-    with told(ValueError, "registered", "HINT"):
-        hvd.allgather(torch.ones(1), process_set=unregistered)
-
-
-def test_roots_outside_the_job(hvd):
-    for root in (-1, hvd.size(), 1000):
-        with told(ValueError, "broadcast: root_rank", str(root)):
-            hvd.broadcast(torch.ones(1), root)
-        with told(ValueError, "broadcast_object: root_rank"):
-            hvd.broadcast_object(1, root)
-        with told(ValueError, "root_rank"):
-            hvd.broadcast_parameters([torch.ones(1)], root)
+        rows += [
+            (TypeError, (argument, "'x'"), lambda argument=argument: hvd.allreduce(ones(1), **{argument: "x"})),
+            (TypeError, (argument, "None"), lambda argument=argument: hvd.reducescatter(ones(1), **{argument: None})),
+        ]
+    for root in (-1, size, 1000):
+        rows += [
+            (ValueError, ("broadcast: root_rank", str(root)), lambda root=root: hvd.broadcast(ones(1), root)),
+            (ValueError, ("broadcast_object: root_rank",), lambda root=root: hvd.broadcast_object(1, root)),
+            (ValueError, ("root_rank",), lambda root=root: hvd.broadcast_parameters([ones(1)], root)),
+        ]
     for root in (None, "0", 0.0):
-        with told(TypeError, "broadcast_: root_rank"):
-            hvd.broadcast_(torch.ones(1), root)
-
-
-def test_splits_that_do_not_fit(hvd):
-    size = hvd.size()
-    tensor = torch.ones(2 * size)
-    if size > 1:
-        with told(ValueError, "not an even multiple"):
-            hvd.alltoall(torch.ones(size + 1))
-    with told(ValueError, "one entry for each worker", str(size)):
-        hvd.alltoall(tensor, splits=[1] * (size + 1))
-    with told(ValueError, "negative"):
-        hvd.alltoall(tensor, splits=[-1] * size)
-    with told(ValueError, "greater than the first dimension"):
-        hvd.alltoall(tensor, splits=[3] * size)
-    with told(ValueError, "splits", "float32"):
-        hvd.alltoall(tensor, splits=torch.ones(size))
-    with told(TypeError, "splits"):
-        hvd.alltoall(tensor, splits=[1.0] * size)
-    with told(TypeError, "splits"):
-        hvd.alltoall(tensor, splits=torch.ones(size, 1).int())
-    with told(TypeError, "splits"):
-        hvd.alltoall(tensor, splits=2)
-
-
-def test_scalars_have_no_rows(hvd):
+        rows.append((TypeError, ("broadcast_: root_rank",), lambda root=root: hvd.broadcast_(ones(1), root)))
     for name in ("allgather", "allgather_async", "alltoall", "alltoall_async", "reducescatter", "reducescatter_async"):
-        with told(ValueError, name, "0-d", "HINT"):
-            tensor_operations(hvd)[name](torch.tensor(1.0))
-
-
-def test_expanded_tensors_cannot_be_written(hvd):
-    expanded = torch.ones(1).expand(4)
+        rows.append((ValueError, (name, "0-d", "HINT"), lambda name=name: operations[name](torch.tensor(1.0))))
     for name in ("allreduce_", "allreduce_async_", "broadcast_", "broadcast_async_"):
-        with told(ValueError, name, "expanded", "HINT"):
-            tensor_operations(hvd)[name](expanded)
-
-
-def test_poll_of_an_unknown_handle(hvd):
-    with told(ValueError, "handle 123456789"):
-        hvd.poll(123456789)
-    handle = hvd.allreduce_async(torch.ones(1))
+        rows.append((ValueError, (name, "expanded", "HINT"), lambda name=name: operations[name](ones(1).expand(4))))
+    for splits, kind, text in (
+        ([1] * (size + 1), ValueError, "one entry for each worker"),
+        ([-1] * size, ValueError, "negative"),
+        ([3] * size, ValueError, "greater than the first dimension"),
+        (ones(size), ValueError, "float32"),
+        ([1.0] * size, TypeError, "splits"),
+        (ones(size, 1).int(), TypeError, "splits"),
+        (2, TypeError, "splits"),
+    ):
+        rows.append((kind, (text,), lambda splits=splits: hvd.alltoall(ones(2 * size), splits=splits)))
+    unregistered = hvd.ProcessSet([0])
+    rows += [
+        (ValueError, ("not an even multiple",), lambda: hvd.alltoall(ones(size + 1))),
+        (TypeError, ("process_set", "list"), lambda: hvd.allreduce(ones(1), process_set=[0])),
+        (TypeError, ("process_set", "list"), lambda: hvd.barrier(process_set=[0])),
+        (ValueError, ("registered", "HINT"), lambda: hvd.allgather(ones(1), process_set=unregistered)),
+        (ValueError, ("handle 123456789",), lambda: hvd.poll(123456789)),
+    ]
+    for kind, texts, call in rows:
+        with told(kind, *texts):
+            call()
+    handle = hvd.allreduce_async(ones(1))
     hvd.synchronize(handle)
     with told(ValueError, f"handle {handle}"):
         hvd.poll(handle)
 
 
 def test_a_name_that_is_in_flight(hvd):
-    if hvd.size() == 1:
-        raise Skip("needs two ranks")
     # Rank 0 holds its part back until all have seen the error, so that the first operation cannot have ended.
     if hvd.rank() == 0:
         hvd.barrier()
@@ -168,5 +146,145 @@ def test_a_name_that_is_in_flight(hvd):
     assert equal(hvd.synchronize(handle), torch.full((2,), float(hvd.size())))
 
 
-def test_arguments_that_were_refused_left_nothing_behind(hvd):
+@contextmanager
+def clash(hvd, *texts: str) -> Iterator[bool]:
+    """What runs inside fails on every rank with ``texts``; gives whether this rank is the odd one, the last."""
+    with told(hvd.HorovodInternalError, "clash", *texts):
+        yield hvd.rank() == hvd.size() - 1
     still_works(hvd)
+
+
+def test_ranks_that_differ_in_one_argument_are_told_which(hvd):
+    size = hvd.size()
+    ones, last, operations = torch.ones, f"rank {size - 1}", tensor_operations(hvd)
+
+    def check(name: str, usual: Any, odd: Any, *texts: str, **options: tuple[Any, Any]) -> None:
+        with clash(hvd, f"clash.{name}", *texts) as is_odd:
+            chosen = {option: pair[is_odd] for option, pair in options.items()}
+            operations[name]((odd if is_odd else usual).clone(), name=f"clash.{name}", **chosen)
+
+    for name in ("allreduce", "allreduce_", "broadcast", "broadcast_", "reducescatter"):
+        check(name, ones(4, 2), ones(5, 2), "[4, 2]", "[5, 2]", last)
+    check("allreduce", ones(2, 3), ones(6), "[6]", "[2, 3]")
+    check("allreduce", ones(1), ones(()), "[]", "[1]")
+    for name in ("allgather", "alltoall"):  # other rows are fine, other columns are not
+        check(name, ones(2 * size, 2), ones(2 * size, 3), "2", "3", last)
+        check(name, ones(2 * size), ones(2 * size, 2))
+    for name in ("allreduce", "allreduce_", "broadcast", "allgather", "alltoall", "reducescatter"):
+        check(name, ones(size).int(), ones(size), "int32", "float32", last)
+    for name in ("allreduce", "reducescatter"):
+        check(name, ones(4), ones(4), "SUM", "AVERAGE", last, op=(hvd.Average, hvd.Sum))
+        for factor in ("prescale_factor", "postscale_factor"):
+            check(name, ones(4), ones(4), "2.5", "0.75", **{factor: (0.75, 2.5)})
+    with clash(hvd, "root", "0", "1", last) as is_odd:
+        hvd.broadcast(ones(4), int(is_odd), name="clash.root")
+    with clash(hvd, last) as is_odd:
+        hvd.grouped_allreduce([ones(2)] * (3 if is_odd else 2), name="clash.group")
+    with clash(hvd, "[3]", "[4]") as is_odd:
+        hvd.grouped_allreduce([ones(2), ones(3 if is_odd else 4)], name="clash.in.group")
+    with clash(hvd, "allreduce", "broadcast", last) as is_odd:
+        operations["broadcast" if is_odd else "allreduce"](ones(4), name="clash.kind")
+
+
+def test_an_error_of_one_operation_leaves_others_in_flight_alone(hvd):
+    good = [hvd.allreduce_async(torch.full((n + 1,), 1.0), op=hvd.Sum, name=f"good.{n}") for n in range(5)]
+    rows = 3 if hvd.rank() == 0 else 2
+    bad = hvd.allreduce_async(torch.ones(rows), name="clash.among.good")
+    good += [hvd.allreduce_async(torch.full((n + 1,), 1.0), op=hvd.Sum, name=f"good.{n}") for n in range(5, 10)]
+    with told(hvd.HorovodInternalError, "clash.among.good", "[3]", "[2]"):
+        hvd.synchronize(bad)
+    assert hvd.synchronize(bad) is None
+    for n, handle in enumerate(good):
+        assert equal(hvd.synchronize(handle), torch.full((n + 1,), float(hvd.size())))
+
+
+def test_an_error_in_broadcast_parameters_names_the_parameter(hvd):
+    parameters = {f"layer.{n}": torch.full((3,), float(hvd.rank())) for n in range(4)}
+    parameters["layer.2"] = torch.ones(3 if hvd.rank() == 0 else 4)
+    with told(hvd.HorovodInternalError, "layer.2", "[3]", "[4]"):
+        hvd.broadcast_parameters(parameters, 0)
+    assert equal(parameters["layer.3"], torch.zeros(3))
+    still_works(hvd)
+
+
+def test_a_sparse_tensor_of_another_shape(hvd):
+    shape = (2,) if hvd.rank() == 0 else (2, 2)
+    wait = hvd.sparse_allreduce_async(torch.ones(shape).to_sparse(), name="clash.sparse", op=hvd.Sum)
+    with told(hvd.HorovodInternalError, "clash.sparse"):
+        wait()
+    still_works(hvd)
+
+
+def test_splits_that_are_wrong_on_one_rank(hvd):
+    size, last = hvd.size(), hvd.size() - 1
+    for wrong, kind, text in (
+        ([-1] * size, ValueError, "splits must not be negative"),
+        ([100] * size, ValueError, "sum of splits entries is greater"),
+        ([0.5] * size, TypeError, "splits must be a list or 1-d tensor of integers"),
+        (None, ValueError, "not an even multiple"),
+    ):
+        rows = torch.ones(2 * size + 1 if wrong is None else 2 * size, 2)
+        for name in ("clash.splits", None):
+            for alltoall in (hvd.alltoall, hvd.alltoall_async):
+                with told(kind if hvd.rank() == last else hvd.HorovodInternalError, text) as caught:
+                    result = alltoall(rows, splits=wrong if hvd.rank() == last else [2] * size, name=name)
+                    hvd.synchronize(result)
+                if hvd.rank() != last:
+                    assert f"alltoall '{name or 'alltoall.noname'}" in str(caught.value)
+                    assert f"rank {last}" in str(caught.value)
+    assert hvd.alltoall(torch.ones(2 * size), splits=[2] * size, name="clash.splits")[0].shape == (2 * size,)
+    still_works(hvd)
+
+
+ROWS = 6
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+
+
+def step(hvd: Any, optimizer: Any, net: nn.Module) -> None:
+    inputs = torch.full((ROWS, 3), hvd.rank() + 1.0, dtype=next(net.parameters()).dtype)
+    net(inputs).sum().backward()
+    optimizer.synchronize()
+
+
+def optimizers_clash(hvd: Any, make: Callable[[bool], dict[str, Any]], *texts: str) -> None:
+    """``make(odd)`` gives the last rank another model or other options. All ranks raise, and then train together."""
+    options = {"net": model(), **make(hvd.rank() == hvd.size() - 1)}
+    net = options.pop("net")
+    names = options.pop("names", net.named_parameters())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), names, **options)
+    with told(hvd.HorovodInternalError, "SGD", f"rank {hvd.size() - 1} ", "rank 0", *texts):
+        step(hvd, optimizer, net)
+    still_works(hvd)
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        step(hvd, optimizer, net)
+        assert_close(net[1].bias.grad, torch.full((2,), float(ROWS)))
+
+
+def test_optimizers_that_differ_in_one_thing(hvd: Any) -> None:
+    def renamed(odd: bool) -> dict[str, Any]:
+        net = model()
+        return {"net": net, "names": [(f"{'odd.' if odd else ''}{name}", one) for name, one in net.named_parameters()]}
+
+    def frozen(odd: bool) -> dict[str, Any]:
+        net = model()
+        net[0].requires_grad_(not odd)
+        return {"net": net}
+
+    codecs = {True: hvd.Compression.fp16, False: hvd.Compression.none}
+    for make, *texts in (
+        (lambda odd: {"net": model(torch.float64 if odd else torch.float32)}, "'0.weight'", "float32", "float64"),
+        (renamed, "'odd.0.weight'", "'0.weight'"),
+        (lambda odd: {"op": hvd.Max if odd else hvd.Sum}, "reduce operations", "MAX", "SUM"),
+        (lambda odd: {"compression": codecs[odd]}, "compressions", "fp16", "none"),
+        (lambda odd: {"gradient_predivide_factor": 4.0 if odd else 2.0}, "factors"),
+        (lambda odd: {"groups": 1 if odd else 2}, "groups", "[0, 1, 2, 3]", "[0, 1]"),
+        (frozen, "parameter number 0", "'0.weight'", "'1.weight'", "HINT"),
+    ):
+        optimizers_clash(hvd, make, *texts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-
 import torch
 from torch import nn
 
@@ -13,37 +11,25 @@ from tests.torch.data import MOVABLE, equal, values
 
 pytestmark = on_ranks(2, 3)
 
-ROOTS = ("first", "last")
 
-
-def _root(hvd, which: str) -> int:
-    return 0 if which == "first" else hvd.size() - 1
-
-
-def test_broadcast_object_gives_the_roots_object(hvd):
-    rank = hvd.rank()
-    for which in ROOTS:
-        root = _root(hvd, which)
-        mine = {"rank": rank, "nested": [rank, (rank, "text" * (rank + 1))], "tensor": torch.full((rank + 1,), rank)}
-        got = hvd.broadcast_object(mine, root)
-        assert got["rank"] == root
-        assert got["nested"] == [root, (root, "text" * (root + 1))]
-        assert equal(got["tensor"], torch.full((root + 1,), root))
-        assert (got is mine) == (rank == root)
+def test_objects_of_the_root_and_of_all_ranks(hvd):
+    rank, size = hvd.rank(), hvd.size()
+    for root in (0, size - 1):
+        own = {"rank": rank, "nested": [rank, (rank, "text" * (rank + 1))], "tensor": torch.full((rank + 1,), rank)}
+        received = hvd.broadcast_object(own, root)
+        assert received["nested"] == [root, (root, "text" * (root + 1))]
+        assert equal(received["tensor"], torch.full((root + 1,), root))
+        assert (received is own) == (rank == root)
     # What the others pass does not matter, not even its type.
     assert hvd.broadcast_object({"a": 1} if rank == 0 else None) == {"a": 1}
     assert hvd.broadcast_object(lambda: rank, name="function")() == 0
-    large = hvd.broadcast_object(bytes(3_000_000) if rank == 0 else None, name="large")
-    assert len(large) == 3_000_000
+    assert len(hvd.broadcast_object(bytes(3_000_000) if rank == 0 else None, name="large")) == 3_000_000
+    objects = hvd.allgather_object({"rank": rank, "list": list(range(rank))})
+    assert objects == [{"rank": other, "list": list(range(other))} for other in range(size)]
+    assert hvd.allgather_object(None, name="nothing") == [None] * size
 
 
-def test_allgather_object_gives_all_objects_in_order(hvd):
-    objects = hvd.allgather_object({"rank": hvd.rank(), "list": list(range(hvd.rank()))})
-    assert objects == [{"rank": rank, "list": list(range(rank))} for rank in range(hvd.size())]
-    assert hvd.allgather_object(None, name="nothing") == [None] * hvd.size()
-
-
-class _NotPicklable:
+class NotPicklable:
     def __reduce__(self):
         raise TypeError("this cannot be pickled")
 
@@ -53,80 +39,74 @@ def test_objects_that_cannot_be_pickled_are_an_error_on_every_rank(hvd):
     here = hvd.rank() == bad
     kind, text = (TypeError, "cannot be pickled") if here else (hvd.HorovodInternalError, f"{bad}")
     with told(kind, text):
-        hvd.broadcast_object(_NotPicklable(), bad)
+        hvd.broadcast_object(NotPicklable(), bad)
     with told(kind, text):
-        hvd.allgather_object(_NotPicklable() if here else 1)
+        hvd.allgather_object(NotPicklable() if here else 1)
     assert hvd.broadcast_object("good", 0) == "good"
 
 
-def _model(seed: int) -> nn.Module:
+def make_model(seed: int) -> nn.Module:
+    """Return a model of parameters and buffers of many types and places in memory."""
     torch.manual_seed(seed)
-    model = nn.Sequential(
-        collections.OrderedDict(
-            conv=nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
-            norm=nn.BatchNorm2d(4),
-            linear=nn.Linear(5, 2).double(),
-            brain=nn.Linear(3, 3).bfloat16(),
-        )
+    model = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+            "norm": nn.BatchNorm2d(4),
+            "linear": nn.Linear(5, 2).double().requires_grad_(False),
+            "brain": nn.Linear(3, 3).bfloat16(),
+        }
     )
-    for parameter in model.linear.parameters():
-        parameter.requires_grad = False
-    model.norm.running_mean.normal_()
-    model.norm.num_batches_tracked.fill_(seed)
-    model.register_buffer("expanded", torch.full((1, 1), float(seed)).expand(3, 4))
-    model.register_buffer("complex", torch.complex(torch.full((2,), float(seed)), torch.ones(2)))
-    model.register_buffer("flag", torch.tensor(seed % 2 == 0))
-    model.register_buffer("eighth", torch.full((3,), float(seed)).to(torch.float8_e4m3fn))
-    model.register_buffer("unsigned", torch.full((), seed, dtype=torch.uint16))
+    model["norm"].running_mean.normal_()
+    model["norm"].num_batches_tracked.fill_(seed)
+    for name, buffer in {
+        "expanded": torch.full((1, 1), float(seed)).expand(3, 4),
+        "complex": torch.complex(torch.full((2,), float(seed)), torch.ones(2)),
+        "flag": torch.tensor(seed % 2 == 0),
+        "eighth": torch.full((3,), float(seed)).to(torch.float8_e4m3fn),
+        "unsigned": torch.full((), seed, dtype=torch.uint16),
+    }.items():
+        model.register_buffer(name, buffer)
     return model
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def in_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def _same_state(model: nn.Module, expected: nn.Module) -> None:
-    for (name, got), (_, wanted) in zip(model.state_dict().items(), expected.state_dict().items(), strict=True):
-        assert got.dtype == wanted.dtype, name
-        assert got.stride() == wanted.stride(), name
-        assert torch.equal(_bytes(got), _bytes(wanted)), name
-
-
 def test_broadcast_parameters_takes_every_form_and_type(hvd):
-    for which in ROOTS:
-        root = _root(hvd, which)
-        expected = _model(100 + root)
-        model = _model(100 + hvd.rank())
+    for root in (0, hvd.size() - 1):
+        model, expected = make_model(100 + hvd.rank()), make_model(100 + root)
         hvd.broadcast_parameters(model.state_dict(), root_rank=root)
-        _same_state(model, expected)
-    forms = {
-        "named iterator": lambda model: model.named_parameters(),
-        "named list": lambda model: list(model.named_parameters()),
-        "dict": lambda model: dict(model.named_parameters()),
-        "iterator": lambda model: model.parameters(),
-        "list": lambda model: list(model.parameters()),
-    }
-    for form, parameters in forms.items():
-        model, expected = _model(100 + hvd.rank()), _model(100)
-        requires_grad = [parameter.requires_grad for parameter in model.parameters()]
-        hvd.broadcast_parameters(parameters(model), root_rank=0)
-        for got, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-            assert equal(got, wanted), form
-        assert [parameter.requires_grad for parameter in model.parameters()] == requires_grad
+        for (name, tensor), wanted in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+            assert (tensor.dtype, tensor.stride()) == (wanted.dtype, wanted.stride()), name
+            assert torch.equal(in_bytes(tensor), in_bytes(wanted)), name
+    for form in (
+        lambda model: model.named_parameters(),
+        lambda model: list(model.named_parameters()),
+        lambda model: dict(model.named_parameters()),
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+    ):
+        model, expected = make_model(100 + hvd.rank()), make_model(100)
+        hvd.broadcast_parameters(form(model), root_rank=0)
+        for parameter, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            assert equal(parameter, wanted)
+            assert parameter.requires_grad == wanted.requires_grad
 
 
 def test_broadcast_parameters_of_every_type_and_place_in_memory(hvd):
-    tensors, expected = {}, {}
-    for dtype in MOVABLE:
-        tensors[f"{dtype}.plain"] = values(hvd.rank(), (3, 4), dtype)
-        expected[f"{dtype}.plain"] = values(0, (3, 4), dtype)
-        tensors[f"{dtype}.view"] = values(hvd.rank(), (6, 8), dtype).t()[::2]
-        expected[f"{dtype}.view"] = values(0, (6, 8), dtype).t()[::2]
-        tensors[f"{dtype}.scalar"] = values(hvd.rank(), (), dtype)
-        expected[f"{dtype}.scalar"] = values(0, (), dtype)
-        tensors[f"{dtype}.empty"] = expected[f"{dtype}.empty"] = torch.empty(0, 2, dtype=dtype)
-    hvd.broadcast_parameters(tensors, 0)
-    assert all(equal(tensors[name], expected[name]) for name in tensors)
+    def tensors(rank: int) -> dict[str, torch.Tensor]:
+        made = {}
+        for dtype in MOVABLE:
+            made[f"{dtype}.plain"] = values(rank, (3, 4), dtype)
+            made[f"{dtype}.view"] = values(rank, (6, 8), dtype).t()[::2]
+            made[f"{dtype}.scalar"] = values(rank, (), dtype)
+            made[f"{dtype}.empty"] = torch.empty(0, 2, dtype=dtype)
+        return made
+
+    own, expected = tensors(hvd.rank()), tensors(0)
+    hvd.broadcast_parameters(own, 0)
+    assert all(equal(own[name], expected[name]) for name in own)
 
 
 def test_broadcast_parameters_skips_extra_state_and_refuses_other_objects(hvd):
@@ -148,212 +128,148 @@ def test_broadcast_parameters_skips_extra_state_and_refuses_other_objects(hvd):
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def _optimizers():
-    """Every optimizer of this PyTorch that has a state to broadcast, by name, with what makes it keep all of it."""
+def optimizer_kinds():
+    """Every optimizer of this PyTorch that has a state to broadcast, with what makes it keep all of it."""
     options = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}, "Adam": {"amsgrad": True}}
-    kinds = {
-        name: kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    for name in sorted(kinds):
-        if name not in ("Optimizer", "LBFGS"):
-            yield name, kinds[name], options.get(name, {})
+    for name, kind in sorted(vars(torch.optim).items()):
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS"):
+            yield kind, options.get(name, {})
 
 
-def _trained(kind, options, steps: int, seed: int, lr: float):
-    """A small model and its optimizer after some steps with gradients that depend on the seed."""
-    torch.manual_seed(seed)
-    sparse = kind is torch.optim.SparseAdam
-    layers = [nn.Embedding(6, 12, sparse=sparse), nn.Linear(12, 9, bias=False)]
-    parameters = [layer.weight for layer in layers]
-    groups = [{"params": [parameters[0]], "lr": lr}, {"params": [parameters[1]], "lr": lr / 2}]
-    optimizer = kind(groups, lr=lr, **options)
-    for _ in range(steps):
-        _give_gradients(parameters, sparse, seed)
-        optimizer.step()
-    return parameters, optimizer
-
-
-def _give_gradients(parameters, sparse: bool, seed: int) -> None:
+def give_gradients(parameters, sparse: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         gradient = torch.randn(parameter.shape, generator=generator)
         parameter.grad = gradient.to_sparse(1) if sparse else gradient
 
 
-def _same(left, right) -> bool:
+def trained(kind, options, steps: int, seed: int):
+    """Return the parameters of a small model, and its optimizer after steps with gradients of the seed."""
+    torch.manual_seed(seed)
+    sparse, rate = kind is torch.optim.SparseAdam, 0.01 * (seed + 1)
+    parameters = [nn.Embedding(6, 12, sparse=sparse).weight, nn.Linear(12, 9, bias=False).weight]
+    optimizer = kind([{"params": [one], "lr": rate / n} for n, one in enumerate(parameters, 1)], lr=rate, **options)
+    for _ in range(steps):
+        give_gradients(parameters, sparse, seed)
+        optimizer.step()
+    return parameters, optimizer
+
+
+def same(left, right) -> bool:
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
+        return len(left) == len(right) and all(map(same, left, right))
     return left == right
 
 
-def _check_broadcast(hvd, kind, options, root_steps: int, other_steps: int, root: int) -> None:
-    rank = hvd.rank()
-    steps = root_steps if rank == root else other_steps
-    lr = 0.01 * (rank + 1)
-    parameters, optimizer = _trained(kind, options, steps, seed=rank, lr=lr)
-    _, expected = _trained(kind, options, root_steps, seed=root, lr=0.01 * (root + 1))
+def check_broadcast(hvd, kind, options, root_steps: int, other_steps: int, root: int) -> None:
+    parameters, optimizer = trained(kind, options, root_steps if hvd.rank() == root else other_steps, hvd.rank())
+    _, expected = trained(kind, options, root_steps, root)
     groups = list(optimizer.param_groups)
     before = [(parameter.detach().clone(), parameter.grad) for parameter in parameters]
     hvd.broadcast_optimizer_state(optimizer, root)
-    assert _same(optimizer.state_dict(), expected.state_dict())
+    assert same(optimizer.state_dict(), expected.state_dict())
     for parameter, (value, gradient) in zip(parameters, before, strict=True):
         assert equal(parameter.detach(), value)
         assert parameter.grad is gradient
     assert all(now is then for now, then in zip(optimizer.param_groups, groups, strict=True))
     # From here on all ranks make the same steps.
     hvd.broadcast_parameters(parameters, root)
-    _give_gradients(parameters, kind is torch.optim.SparseAdam, seed=99)
+    give_gradients(parameters, kind is torch.optim.SparseAdam, seed=99)
     optimizer.step()
     for tensor in parameters:
-        assert all(_same(tensor.detach(), other) for other in hvd.allgather_object(tensor.detach()))
+        assert all(same(tensor.detach(), other) for other in hvd.allgather_object(tensor.detach()))
 
 
-def test_every_optimizer_where_all_ranks_are_fresh(hvd):
-    for _, kind, options in _optimizers():
-        _check_broadcast(hvd, kind, options, 0, 0, root=0)
-
-
-def test_every_optimizer_where_only_the_root_was_resumed(hvd):
-    for _, kind, options in _optimizers():
-        _check_broadcast(hvd, kind, options, 2, 0, root=0)
-
-
-def test_every_optimizer_where_only_the_root_is_fresh(hvd):
-    for _, kind, options in _optimizers():
-        _check_broadcast(hvd, kind, options, 0, 2, root=hvd.size() - 1)
-
-
-def test_every_optimizer_where_ranks_have_different_state(hvd):
-    for _, kind, options in _optimizers():
-        _check_broadcast(hvd, kind, options, 3, 1, root=hvd.size() - 1)
+def test_every_optimizer_whatever_steps_ranks_have_made(hvd):
+    last = hvd.size() - 1
+    for root_steps, other_steps, root in ((0, 0, 0), (2, 0, 0), (0, 2, last), (3, 1, last)):
+        for kind, options in optimizer_kinds():
+            check_broadcast(hvd, kind, options, root_steps, other_steps, root)
 
 
 def test_received_state_is_written_into_the_tensors_that_were_there(hvd):
-    parameters, optimizer = _trained(torch.optim.Adam, {}, 1, seed=hvd.rank(), lr=0.1)
+    parameters, optimizer = trained(torch.optim.Adam, {}, 1, seed=hvd.rank())
     before = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
     hvd.broadcast_optimizer_state(optimizer, 0)
-    after = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
-    assert all(new is old for new, old in zip(after, before, strict=True))
-
-
-def test_schedulers_keep_working(hvd):
-    _, optimizer = _trained(torch.optim.SGD, {"momentum": 0.9}, 1, seed=0, lr=0.1 * (hvd.rank() + 1))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    optimizer.step()
-    scheduler.step()
-    assert torch.allclose(torch.tensor([group["lr"] for group in optimizer.param_groups]), torch.tensor([0.05, 0.025]))
+    assert all(optimizer.state[one]["exp_avg"] is old for one, old in zip(parameters, before, strict=True))
 
 
 def test_options_that_are_tensors_and_lists(hvd):
     lr = torch.tensor(0.1 * (hvd.rank() + 1))
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.Adam([parameter], lr=lr, betas=(0.5 + 0.1 * hvd.rank(), 0.9), foreach=False)
+    optimizer = torch.optim.Adam([torch.ones(3, requires_grad=True)], lr=lr, betas=(0.5 + 0.1 * hvd.rank(), 0.9))
     optimizer.param_groups[0]["milestones"] = [hvd.rank(), [hvd.rank()]]
     hvd.broadcast_optimizer_state(optimizer, 0)
     group = optimizer.param_groups[0]
     assert group["lr"] is lr
     assert equal(lr, torch.tensor(0.1))
-    assert group["betas"] == (0.5, 0.9)
-    assert group["milestones"] == [0, [0]]
-
-
-class _Nested(torch.optim.Optimizer):
-    """State as deep as some optimizers outside PyTorch have it, and some that belongs to no parameter."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1.0})
-
-    def fill(self, seed: int) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = {
-                    "factors": [torch.full((9, 9), float(seed)), {"inverse": torch.full((70,), seed)}],
-                    "low": torch.full((10, 10), float(seed)).to(torch.float8_e5m2),
-                    "sparse": torch.full((3,), float(seed)).to_sparse(),
-                    "nothing": None,
-                    "kind": f"seed {seed}",
-                    "pair": (seed, torch.tensor(seed)),
-                }
-        self.state["shared"] = {"count": seed, "tensor": torch.full((100,), float(seed))}
+    assert (group["betas"], group["milestones"]) == ((0.5, 0.9), [0, [0]])
 
 
 def test_nested_state_and_state_of_no_parameter(hvd):
+    """As deep as some optimizers outside PyTorch have it."""
     parameter = nn.Parameter(torch.ones(3))
-    optimizer = _Nested([parameter])
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    shared = {"count": 5, "tensor": torch.full((100,), 5.0)}
+
+    def state(dense: bool) -> dict:
+        low, sparse = torch.full((10, 10), 5.0).to(torch.float8_e5m2), torch.full((3,), 5.0).to_sparse()
+        return {
+            "factors": [torch.full((9, 9), 5.0), {"inverse": torch.full((70,), 5)}],
+            "low": low.float() if dense else low,
+            "sparse": sparse.to_dense() if dense else sparse,
+            "nothing": None,
+            "kind": "a text",
+            "pair": (5, torch.tensor(5)),
+        }
+
     if hvd.rank() == 0:
-        optimizer.fill(5)
+        optimizer.state.update({parameter: state(False), "shared": shared})
     hvd.broadcast_optimizer_state(optimizer, 0)
-    state = optimizer.state[parameter]
-    assert equal(state["factors"][0], torch.full((9, 9), 5.0))
-    assert equal(state["factors"][1]["inverse"], torch.full((70,), 5))
-    assert equal(state["low"].float(), torch.full((10, 10), 5.0))
-    assert state["low"].dtype == torch.float8_e5m2
-    assert equal(state["sparse"].to_dense(), torch.full((3,), 5.0))
-    assert state["nothing"] is None
-    assert state["kind"] == "seed 5"
-    assert state["pair"] == (5, torch.tensor(5))
-    assert optimizer.state["shared"]["count"] == 5
-    assert equal(optimizer.state["shared"]["tensor"], torch.full((100,), 5.0))
+    received = optimizer.state[parameter]
+    assert received["low"].dtype == torch.float8_e5m2
+    assert received["sparse"].is_sparse
+    assert same({**received, "low": received["low"].float(), "sparse": received["sparse"].to_dense()}, state(True))
+    assert same(optimizer.state["shared"], shared)
 
 
-def test_frozen_parameters_have_no_state(hvd):
-    frozen, free = nn.Parameter(torch.ones(100), requires_grad=False), nn.Parameter(torch.ones(100))
-    optimizer = torch.optim.Adam([frozen, free])
-    if hvd.rank() == 0:
-        free.grad = torch.ones(100)
-        optimizer.step()
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    assert frozen not in optimizer.state
-    assert optimizer.state[free]["step"] == 1
-
-
-def test_a_distributed_optimizer(hvd):
+def test_a_distributed_optimizer_of_which_a_parameter_is_frozen(hvd):
     torch.manual_seed(hvd.rank())
-    model = nn.Linear(20, 5)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (hvd.rank() + 1))
+    model, frozen = nn.Linear(20, 5), nn.Parameter(torch.ones(100), requires_grad=False)
+    optimizer = torch.optim.Adam([*model.parameters(), frozen], lr=0.1 * (hvd.rank() + 1))
     if hvd.rank() == 0:
         model(torch.ones(2, 20)).sum().backward()
         optimizer.step()
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    names = [*model.named_parameters(), ("frozen", frozen)]
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=names)
     gradients = [parameter.grad for parameter in model.parameters()]
     hvd.broadcast_parameters(model.state_dict(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
     assert optimizer.param_groups[0]["lr"] == 0.1
+    assert frozen not in optimizer.state
     assert all(optimizer.state[parameter]["step"] == 1 for parameter in model.parameters())
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
     optimizer.zero_grad()
     model(torch.full((2, 20), float(hvd.rank()))).sum().backward()
     optimizer.step()
     weights = hvd.allgather_object(model.weight.detach())
-    assert all(_same(weight, weights[0]) for weight in weights)
+    assert all(same(weight, weights[0]) for weight in weights)
 
 
-def test_lbfgs_is_refused(hvd):
-    optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
-    with told(ValueError, "LBFGS"):
-        hvd.broadcast_optimizer_state(optimizer, 0)
-
-
-def test_optimizers_that_differ_are_an_error_on_every_rank(hvd):
+def test_optimizers_that_cannot_be_broadcast_are_an_error_on_every_rank(hvd):
     last = hvd.rank() == hvd.size() - 1
-    parameter = nn.Parameter(torch.ones(2, 3))
-    other = nn.Parameter(torch.ones(4))
-    sgd, adam = torch.optim.SGD([parameter], lr=0.1), torch.optim.Adam([parameter])
+    parameter, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4))
+    adam = torch.optim.Adam
+    with told(ValueError, "LBFGS"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS([parameter]), 0)
     for optimizer, text in (
-        (sgd if last else adam, "optimizer is SGD, not Adam"),
-        (torch.optim.Adam([other] if last else [parameter]), "parameter 0 of group 0 has shape (4,), not (2, 3)"),
-        (torch.optim.Adam([parameter, other] if last else [parameter]), "2 parameters in group 0, not 1"),
-        (
-            torch.optim.Adam([{"params": [parameter]}, {"params": [other]}] if last else [parameter]),
-            "2 parameter groups, not 1",
-        ),
+        (torch.optim.SGD([parameter], lr=0.1) if last else adam([parameter]), "optimizer is SGD, not Adam"),
+        (adam([other if last else parameter]), "parameter 0 of group 0 has shape (4,), not (2, 3)"),
+        (adam([parameter, *[other] * last]), "2 parameters in group 0, not 1"),
+        (adam([{"params": [parameter]}, *[{"params": [other]}] * last]), "2 parameter groups, not 1"),
     ):
         with told(ValueError, f"rank {hvd.size() - 1}: {text}"):
             hvd.broadcast_optimizer_state(optimizer, 0)

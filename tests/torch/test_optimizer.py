@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from tests.on_ranks import on_ranks
+from tests.ranks import Skip
+from tests.told import told
 from tests.torch.optimizer_support import (
+    Comparison,
     assert_close,
     assert_identical,
+    assert_reduces,
     assert_same_gradients,
     batch,
     digest,
-    joined_batch,
+    distributed_sgd,
     loss_of,
+    loss_on,
+    make_double,
     make_net,
+    sgd,
     train_step,
+    update,
+    wrapped_net,
 )
 
 pytestmark = [
     on_ranks(1, 2, 3, 4, every_size=True),
-    on_ranks(2, 3, name="small buckets", HOROVOD_FUSION_THRESHOLD="64"),
-    on_ranks(3, 4, name="two nodes", per_node=2),
+    on_ranks((2, "mpi"), name="small buckets", HOROVOD_FUSION_THRESHOLD="64"),
+    on_ranks((3, "torch"), name="two nodes", per_node=2),
     on_ranks((4, "mpi"), name="two nodes, small buckets", per_node=2, HOROVOD_FUSION_THRESHOLD="64"),
-    on_ranks((3, "torch"), name="no memory", HVDKIT_NODE_MEMORY="0"),
     # Algorithms that each sum in an order of their own.
     on_ranks((3, "mpi"), name="ring", HVDKIT_NODE_MEMORY="0", HVDKIT_ALLREDUCE="ring"),
     on_ranks((3, "torch"), name="butterfly", HVDKIT_NODE_MEMORY="0", HVDKIT_ALLREDUCE="butterfly"),
@@ -34,32 +43,17 @@ pytestmark = [
 ]
 
 
-def distributed_sgd(hvd: Any, net: nn.Module, **options: Any) -> Any:
-    """A DistributedOptimizer with named parameters."""
-    sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    return hvd.DistributedOptimizer(sgd, named_parameters=net.named_parameters(), **options)
-
-
 def test_gradient_equals_one_process_on_the_joined_batch(hvd: Any) -> None:
-    # In float64: PyTorch rounds a product of matrices differently for a batch of another size.
-    net, alone = make_net().double(), make_net().double()
-    optimizer, plain = distributed_sgd(hvd, net), torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    pair = Comparison(hvd, make_double, relative=1e-12)
     for step in range(4):
-        inputs, targets = batch(hvd.rank(), step)
-        train_step(optimizer, net, (inputs.double(), targets.double()))
-        inputs, targets = joined_batch(hvd.size(), step)
-        train_step(plain, alone, (inputs.double(), targets.double()))
-        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
-            assert_close(ours.detach(), theirs.detach(), 1e-12)
-            if theirs.grad is not None:
-                assert_close(ours.grad, theirs.grad, 1e-12)
+        pair.train(1, first=step)
+        pair.check_gradients()
 
 
 def test_parameters_are_bit_identical_on_ranks_and_in_runs(hvd: Any) -> None:
     digests = []
     for _ in range(2):
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net)
+        net, optimizer = wrapped_net(hvd)
         for step in range(50):
             train_step(optimizer, net, batch(hvd.rank(), step))
         assert_identical(hvd, net)
@@ -81,8 +75,7 @@ def test_sum_min_max_product_reduce_gradients(hvd: Any) -> None:
         loss_of(alone, batch(rank), use_spare=True).backward()
         gradients.append([parameter.grad for parameter in alone.parameters()])
     for op, reduce in reductions.items():
-        net = make_net()
-        optimizer = distributed_sgd(hvd, net, op=op)
+        net, optimizer = wrapped_net(hvd, op=op)
         for _ in range(2):  # the second step comes through the hooks
             optimizer.zero_grad()
             loss_of(net, batch(hvd.rank()), use_spare=True).backward()
@@ -91,18 +84,19 @@ def test_sum_min_max_product_reduce_gradients(hvd: Any) -> None:
                 assert_close(parameter.grad, reduce(torch.stack(of_ranks)))
 
 
-def test_float64_float16_and_bfloat16_parameters(hvd: Any) -> None:
-    for dtype, relative in ((torch.float64, 1e-12), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
-        values = nn.Parameter(torch.ones(7, dtype=dtype))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([values], lr=1.0))
+def test_parameters_of_any_type_and_size(hvd: Any) -> None:
+    types = ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2))
+    for dtype, relative in types:
+        net = nn.ParameterList([torch.ones(shape, dtype=dtype) for shape in ((7,), (), (0, 3))])
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
         for _ in range(3):
             optimizer.zero_grad()
-            (values * (hvd.rank() + 1)).sum().backward()
+            sum((one * (hvd.rank() + 1)).sum() for one in net).backward()
             optimizer.synchronize()
-            assert values.grad.dtype == dtype
-            assert_close(values.grad, torch.full((7,), (hvd.size() + 1) / 2, dtype=dtype), relative)
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            for parameter in net:
+                assert (parameter.grad.dtype, parameter.grad.shape) == (dtype, parameter.shape)
+                assert_close(parameter.grad, torch.full_like(parameter, (hvd.size() + 1) / 2), relative)
+            update(optimizer)
 
 
 def test_a_reduced_gradient_is_private_to_its_rank(hvd: Any) -> None:
@@ -121,78 +115,40 @@ def test_a_reduced_gradient_is_private_to_its_rank(hvd: Any) -> None:
         hvd.barrier()
         assert torch.equal(values.grad, average * 7 if hvd.rank() == 0 else average)
         values.grad.copy_(average)  # or ranks would step apart, which is an error
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-
-def test_scalar_and_empty_parameters(hvd: Any) -> None:
-    scalar, empty = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(0, 3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([scalar, empty], lr=1.0))
-    for _ in range(3):
-        optimizer.zero_grad()
-        (scalar * hvd.rank() + empty.sum()).backward()
-        optimizer.synchronize()
-        assert scalar.grad.shape == ()
-        assert empty.grad.shape == (0, 3)
-        assert_close(scalar.grad, torch.tensor((hvd.size() - 1) / 2))
+        update(optimizer)
 
 
 def test_memory_formats_are_kept(hvd: Any) -> None:
     net = make_net().to(memory_format=torch.channels_last)
-    alone = make_net()
-    optimizer = distributed_sgd(hvd, net)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(net, batch(hvd.rank())).backward()
-        optimizer.synchronize()
-    loss_of(alone, joined_batch(hvd.size())).backward()
-    assert_same_gradients(net, alone)
+    assert_reduces(hvd, distributed_sgd(hvd, net), net)
     assert net.conv.weight.grad.stride() == net.conv.weight.stride()
 
 
 def test_gradients_accumulate_over_backward_passes(hvd: Any) -> None:
-    net, alone = make_net(), make_net()
-    optimizer = distributed_sgd(hvd, net, backward_passes_per_step=2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        alone.zero_grad()
-        for part in range(2):
-            loss_of(net, batch(hvd.rank(), part)).backward()
-            loss_of(alone, joined_batch(hvd.size(), part)).backward()
-        optimizer.synchronize()
-        assert_same_gradients(net, alone)
-    optimizer.set_backward_passes_per_step(1)
-    assert optimizer.backward_passes_per_step == 1
-    optimizer.zero_grad()
-    alone.zero_grad()
-    loss_of(net, batch(hvd.rank())).backward()
-    loss_of(alone, joined_batch(hvd.size())).backward()
-    optimizer.synchronize()
-    assert_same_gradients(net, alone)
+    pair = Comparison(hvd, backward_passes_per_step=2)
+    for passes in (2, 2, 2, 1):
+        if passes == 1:
+            pair.optimizer.set_backward_passes_per_step(1)
+            assert pair.optimizer.backward_passes_per_step == 1
+        pair.zero_grad()
+        for part in range(passes):
+            pair.backward(part)
+        pair.optimizer.synchronize()
+        pair.check_gradients()
 
 
 def test_step_before_all_passes_reduces_what_is_there(hvd: Any) -> None:
-    net, alone = make_net(), make_net()
-    optimizer = distributed_sgd(hvd, net, backward_passes_per_step=3)
-    for _ in range(2):
-        optimizer.zero_grad()
-        alone.zero_grad()
-        loss_of(net, batch(hvd.rank())).backward()
-        loss_of(alone, joined_batch(hvd.size())).backward()
-        optimizer.synchronize()
-        assert_same_gradients(net, alone)
+    net = make_net()
+    assert_reduces(hvd, distributed_sgd(hvd, net, backward_passes_per_step=3), net)
 
 
 def test_gradients_kept_in_place_accumulate_from_zeros(hvd: Any) -> None:
-    net, alone = make_net(), make_net()
-    optimizer = distributed_sgd(hvd, net)
-    for _ in range(3):
-        optimizer.zero_grad(set_to_none=False)
-        alone.zero_grad()
-        loss_of(net, batch(hvd.rank())).backward()
-        loss_of(alone, joined_batch(hvd.size())).backward()
-        optimizer.synchronize()
-        assert_same_gradients(net, alone)
+    pair = Comparison(hvd)
+    for step in range(3):
+        pair.zero_grad(set_to_none=False)
+        pair.backward(step)
+        pair.optimizer.synchronize()
+        pair.check_gradients()
 
 
 def test_ranks_without_a_gradient_contribute_zeros(hvd: Any) -> None:
@@ -210,8 +166,7 @@ def test_ranks_without_a_gradient_contribute_zeros(hvd: Any) -> None:
                 (loss_of(alone, batch(rank, step), use_spare=rank == last) / hvd.size()).backward()
         optimizer.synchronize()
         assert_same_gradients(net, alone)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        update(optimizer)
         alone.load_state_dict(net.state_dict())
     optimizer.zero_grad()
     optimizer.step()
@@ -219,8 +174,7 @@ def test_ranks_without_a_gradient_contribute_zeros(hvd: Any) -> None:
 
 
 def test_gradient_set_by_hand_is_reduced(hvd: Any) -> None:
-    net = make_net()
-    optimizer = distributed_sgd(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     for _ in range(2):
         optimizer.zero_grad()
         for parameter in net.parameters():
@@ -231,20 +185,68 @@ def test_gradient_set_by_hand_is_reduced(hvd: Any) -> None:
 
 
 def test_several_optimizers_share_a_backward_pass(hvd: Any) -> None:
-    nets = [make_net(1), make_net(2)]
-    alone = [make_net(1), make_net(2)]
+    nets, alone = ([make_net(1), make_net(2)] for _ in range(2))
     # No names: those of the two are equal.
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (loss_of(nets[0], batch(hvd.rank(), step)) * loss_of(nets[1], batch(hvd.rank(), step))).backward()
+        (loss_on(nets[0], [hvd.rank()], step) * loss_on(nets[1], [hvd.rank()], step)).backward()
         for optimizer in optimizers:
             optimizer.synchronize()
         for net in alone:
             net.zero_grad()
         for rank in range(hvd.size()):
-            losses = [loss_of(net, batch(rank, step)) for net in alone]
-            (losses[0] * losses[1] / hvd.size()).backward()
+            (loss_on(alone[0], [rank], step) * loss_on(alone[1], [rank], step) / hvd.size()).backward()
         for net, expected in zip(nets, alone, strict=True):
             assert_same_gradients(net, expected, 1e-5)
+
+
+def adasum(vectors: list[np.ndarray]) -> np.ndarray:
+    """Return the Adasum of 2^n vectors by its definition, neighbours first."""
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [(1 - a @ b / (2 * (a @ a) or 1.0)) * a + (1 - a @ b / (2 * (b @ b) or 1.0)) * b for a, b in pairs]
+    return vectors[0]
+
+
+def needs_a_power_of_two(hvd: Any) -> None:
+    if hvd.size() in (1, 3):
+        raise Skip("Adasum needs a power of two")
+
+
+def test_adasum_combines_the_updates(hvd: Any) -> None:
+    needs_a_power_of_two(hvd)
+    net, replicas = make_net(), [make_net() for _ in range(hvd.size())]
+    optimizer, plain = distributed_sgd(hvd, net, op=hvd.Adasum), [sgd(replica) for replica in replicas]
+    for step in range(3):
+        train_step(optimizer, net, batch(hvd.rank(), step))
+        starts = [parameter.detach().clone() for parameter in replicas[0].parameters()]
+        for rank, replica in enumerate(replicas):
+            train_step(plain[rank], replica, batch(rank, step))
+        for index, start in enumerate(starts):
+            members = [list(replica.parameters())[index] for replica in replicas]
+            deltas = [(member.detach() - start).flatten().double().numpy() for member in members]
+            with torch.no_grad():
+                for member in members:
+                    member.copy_(start + torch.from_numpy(adasum(deltas)).float().view_as(start))
+            assert_close(list(net.parameters())[index].detach(), members[0].detach(), 1e-5)
+    assert_identical(hvd, net)
+    with told(AssertionError, "Skipping synchronization is not supported when using Adasum", "HINT"):
+        optimizer.skip_synchronize().__enter__()
+
+
+def test_adasum_counts_passes(hvd: Any) -> None:
+    needs_a_power_of_two(hvd)
+    net, optimizer = wrapped_net(hvd, op=hvd.Adasum, backward_passes_per_step=2)
+    for _ in range(2):
+        loss_of(net, batch(hvd.rank())).backward()
+        loss_of(net, batch(hvd.rank())).backward()
+        with told(AssertionError, "backward_passes_per_step"):
+            loss_of(net, batch(hvd.rank())).backward()
+        with told(AssertionError, "optimizer.zero_grad()"):
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_identical(hvd, net)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,34 +42,30 @@ def travel_order(optimizer: Any) -> list[str]:
     return [name for index in range(len(lane.arrangement.pieces)) for name in lane.records.names_in(index)]
 
 
-class Announcements:
-    """Counts what this rank tells the coordinator."""
+@contextmanager
+def announcements() -> Iterator[list[Any]]:
+    """Collect what this rank tells the coordinator in the block."""
+    messages: list[Any] = []
+    negotiation = runtime.engine().negotiation
+    send = negotiation.send_to_coordinator
 
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-        self._negotiation = runtime.engine().negotiation
+    def counted(message: Any) -> None:
+        messages.append(message)
+        send(message)
 
-    def __enter__(self) -> list[Any]:
-        send = self._negotiation.send_to_coordinator
-
-        def counted(message: Any) -> None:
-            self.messages.append(message)
-            send(message)
-
-        self._negotiation.send_to_coordinator = counted
-        return self.messages
-
-    def __exit__(self, *_: object) -> None:
-        del self._negotiation.send_to_coordinator
+    negotiation.send_to_coordinator = counted
+    try:
+        yield messages
+    finally:
+        del negotiation.send_to_coordinator
 
 
 def test_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
     net = Five()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
-    mine = SEEN if hvd.rank() == 0 else SEEN[::-1]
     for step in range(3):
         optimizer.zero_grad()
-        backward(hvd, net, mine)
+        backward(hvd, net, SEEN if hvd.rank() == 0 else SEEN[::-1])
         optimizer.step()
         assert hvd.allgather_object(bucket_order(optimizer)) == [SEEN] * hvd.size(), step
         orders = hvd.allgather_object(travel_order(optimizer))
@@ -80,17 +78,15 @@ def test_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
 def test_planned_gradients_are_not_negotiated(hvd: Any) -> None:
     net = Five()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
-    with Announcements() as messages:
+    with announcements() as messages:
         backward(hvd, net, SEEN)
         optimizer.step()
         # The plan itself is negotiated, so the count counts.
-        signatures = [
-            asked.signature for asked in messages if isinstance(asked, Ask) and isinstance(asked.signature, dict)
-        ]
+        signatures = [ask.signature for ask in messages if isinstance(ask, Ask) and isinstance(ask.signature, dict)]
         assert [signature["kind"] for signature in signatures].count("plan") == 1, messages
     optimizer.zero_grad()
     hvd.barrier()
-    with Announcements() as messages:
+    with announcements() as messages:
         for _ in range(4):
             backward(hvd, net, SEEN if hvd.rank() else SEEN[::-1])
             optimizer.step()

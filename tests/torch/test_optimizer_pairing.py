@@ -12,22 +12,26 @@ import torch
 from torch import nn
 
 from tests.on_ranks import on_ranks
-from tests.torch.optimizer_support import assert_close, assert_identical, batch, expect, joined_batch, loss_of, make_net
+from tests.told import told
+from tests.torch.optimizer_support import (
+    Comparison,
+    Passing,
+    assert_identical,
+    assert_same_weights,
+    distributed_sgd,
+    loss_on,
+    make_double,
+    make_net,
+    sgd,
+)
 
-pytestmark = [
-    on_ranks(2, 3),
-    on_ranks(2, name="no memory", HVDKIT_NODE_MEMORY="0"),
-]
+pytestmark = on_ranks(2, 3)
 
 LATE_SECONDS = 0.2  # for which a thread waits before its first step, on one half of the ranks
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 def in_threads(run: Callable[[int], None]) -> None:
-    """``run(0)`` and ``run(1)`` at the same time; raises what they raise."""
+    """Call ``run(0)`` and ``run(1)`` at the same time; raise what they raise."""
     errors: list[BaseException] = []
 
     def guarded(index: int) -> None:
@@ -48,38 +52,33 @@ def in_threads(run: Callable[[int], None]) -> None:
 def check_training_in_threads(
     hvd: Any, options: list[dict[str, Any]], made_by_threads: bool, starts_again: bool = False
 ) -> None:
-    """Train two models of equal names and shapes, one on other data than the other, each in a thread of its own."""
-    models = [make_net().double() for _ in range(2)]
+    """Train two models of equal names and shapes, one on other losses than the other, each in a thread of its own."""
+    models = [make_double() for _ in range(2)]
 
     def made(index: int) -> Any:
-        return hvd.DistributedOptimizer(sgd(models[index]), models[index].named_parameters(), **options[index])
+        return distributed_sgd(hvd, models[index], **options[index])
 
     optimizers = {} if made_by_threads else {index: made(index) for index in range(2)}
     if starts_again:
         hvd.shutdown()
         hvd.init()
 
+    def steps(optimizer: Any, model: nn.Module, ranks: list[int], factor: int) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            (loss_on(model, ranks, step) * factor).backward()
+            optimizer.step()
+
     def train(index: int) -> None:
         if hvd.rank() % 2 == index:  # what threads do first comes in another order on each rank
             time.sleep(LATE_SECONDS)
-        optimizer = made(index) if made_by_threads else optimizers[index]
-        for step in range(4):
-            inputs, targets = batch(hvd.rank(), step)
-            optimizer.zero_grad()
-            (loss_of(models[index], (inputs.double(), targets.double())) * 10**index).backward()
-            optimizer.step()
+        steps(made(index) if made_by_threads else optimizers[index], models[index], [hvd.rank()], 10**index)
 
     in_threads(train)
     for index, model in enumerate(models):
-        alone = make_net().double()
-        plain = sgd(alone)
-        for step in range(4):
-            inputs, targets = joined_batch(hvd.size(), step)
-            plain.zero_grad()
-            (loss_of(alone, (inputs.double(), targets.double())) * 10**index).backward()
-            plain.step()
-        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            assert_close(ours.detach(), theirs.detach(), 1e-10)
+        alone = make_double()
+        steps(hvd.unsynchronized(sgd(alone)), alone, list(range(hvd.size())), 10**index)
+        assert_same_weights(model, alone, 1e-10)
         assert_identical(hvd, model)
 
 
@@ -120,7 +119,7 @@ def test_optimizers_that_threads_make_without_names_are_an_error(hvd: Any) -> No
 
     def make(index: int) -> None:
         try:
-            made.append(hvd.DistributedOptimizer(sgd(models[index]), models[index].named_parameters()))
+            made.append(distributed_sgd(hvd, models[index]))
         except ValueError as error:
             errors.append(str(error))
         both.wait()
@@ -130,50 +129,24 @@ def test_optimizers_that_threads_make_without_names_are_an_error(hvd: Any) -> No
     assert "'SGD' was made in the threads 'trainer" in errors[0]
     assert "HINT: " in errors[0]
     assert "name='critic'" in errors[0]
-    with expect(ValueError, errors[0]):
+    with told(ValueError, errors[0]):
         made[0].step()  # which other rank's optimizer belongs to it nobody knows
     made.clear()
 
 
 def test_copies_on_one_rank_change_no_pairs(hvd: Any) -> None:
-    models = [make_net() for _ in range(2)]
-    first = hvd.DistributedOptimizer(sgd(models[0]), models[0].named_parameters())
-    kept = copy.deepcopy(first) if hvd.rank() == 0 else None
-    second = hvd.DistributedOptimizer(sgd(models[1]), models[1].named_parameters())
-    for optimizer, model, factor in ((second, models[1], 10), (first, models[0], 1)):
-        optimizer.zero_grad()
-        (loss_of(model, batch(hvd.rank())) * factor).backward()
-        optimizer.synchronize()
-        alone = make_net()
-        (loss_of(alone, joined_batch(hvd.size())) * factor).backward()
-        assert_close(model.out.weight.grad, alone.out.weight.grad)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+    first = Comparison(hvd)
+    kept = copy.deepcopy((first.net, first.optimizer)) if hvd.rank() == 0 else None
+    second = Comparison(hvd, loss=lambda *args: 10 * loss_on(*args))
+    for pair in (second, first):
+        pair.train()
     del kept
-
-
-class Plain:
-    """A compression of Horovod's kind that changes nothing: all gradients go by name."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: None) -> torch.Tensor:
-        return tensor
 
 
 def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], freezes: bool = False, **options: Any) -> None:
     """Train three epochs of three batches, which only some ranks have; ranks without one have joined."""
-    net, alone = make_net().double(), make_net().double()
-    optimizer = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), **options)
-    plain, step = sgd(alone), 0
-
-    def loss(model: nn.Module, rank: int) -> torch.Tensor:
-        inputs, targets = batch(rank, step)
-        return loss_of(model, (inputs.double(), targets.double()))
-
+    net, alone = make_double(), make_double()
+    optimizer, plain, step = distributed_sgd(hvd, net, **options), hvd.unsynchronized(sgd(alone)), 0
     for epoch in range(3):
         for number in range(3):
             ranks = [rank for rank in range(hvd.size()) if has_batch(rank, epoch, number)]
@@ -183,23 +156,22 @@ def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], freezes: b
                 model.hidden.weight.requires_grad_(not freezes or (epoch + number) % 2 == 0)
             if hvd.rank() in ranks:
                 optimizer.zero_grad()
-                loss(net, hvd.rank()).backward()
+                loss_on(net, [hvd.rank()], step).backward()
                 optimizer.step()
             plain.zero_grad()
             for rank in ranks:
-                (loss(alone, rank) / hvd.size()).backward()
+                (loss_on(alone, [rank], step) / hvd.size()).backward()
             plain.step()
             step += 1
         last = hvd.join()
         hvd.broadcast_parameters(net.state_dict(), last)
         hvd.broadcast_optimizer_state(optimizer, last)
-        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
-            assert_close(ours.detach(), theirs.detach(), 1e-10)
+        assert_same_weights(net, alone, 1e-10)
 
 
 def test_a_rank_without_a_batch_in_the_first_epoch_joins(hvd: Any) -> None:
     last = hvd.size() - 1
-    for options in ({}, {"groups": 2}, {"gradient_predivide_factor": 2.0}, {"compression": Plain}):
+    for options in ({}, {"groups": 2}, {"gradient_predivide_factor": 2.0}, {"compression": Passing}):
         check_joins(hvd, lambda rank, epoch, number: rank != last or epoch > 0, **options)
     check_joins(hvd, lambda rank, epoch, number: rank != 0 or epoch > 0)
     # Ranks join one after the other, and other ones in each epoch.

@@ -59,11 +59,8 @@ def test_all_operations_stay_inside_the_set(hvd):
 
 def test_sets_that_come_and_go_leave_no_memory_behind(hvd):
     memory = getattr(runtime.engine().transport, "memory", None)
-    if memory is None or hvd.size() < 3:
-        raise Skip("needs memory that three ranks share")
-    everyone = len(runtime.engine().transport.members) == hvd.size()
-    if not everyone:
-        raise Skip("needs one node")
+    if memory is None or hvd.size() < 3 or len(runtime.engine().transport.members) < hvd.size():
+        raise Skip("needs memory that three ranks of a node share")
     numbers = torch.ones(1 << 20)
 
     def held() -> int:
@@ -138,10 +135,8 @@ def test_wrong_uses_of_sets_are_told(hvd):
                 hvd.allreduce(torch.ones(1), process_set=process_set)
             with told(ValueError) as caught:
                 process_set.rank()
-            assert str(caught.value) == (
-                f"process_set.rank(): rank {hvd.rank()} is not in process set {process_set.process_set_id}, which has "
-                f"the ranks {process_set.ranks}.\nHINT: call it only where process_set.included() is true."
-            )
+            number, ranks = process_set.process_set_id, process_set.ranks
+            assert f"rank {hvd.rank()} is not in process set {number}, which has the ranks {ranks}" in str(caught.value)
             with told(ValueError, "not a member"):
                 hvd.barrier(process_set=process_set)
         if process_set.included():

@@ -80,15 +80,6 @@ def _communicators(hvd: Any) -> tuple[Any, Any]:
     return MPI, MPI.COMM_WORLD.Split(0, -MPI.COMM_WORLD.Get_rank())
 
 
-def test_process_sets_from_communicators_of_the_world(hvd: Any) -> None:
-    mpi, _ = _communicators(hvd)
-    world = mpi.COMM_WORLD
-    last_two = world.Create_group(world.Get_group().Incl([2, 1])) if world.Get_rank() else mpi.COMM_SELF
-    process_set = hvd.ProcessSet(last_two if world.Get_rank() else [1, 2])
-    with started(hvd, process_sets=[process_set]):
-        assert_reduces_inside(hvd, process_set, [1, 2])
-
-
 def test_process_sets_from_communicators_count_in_the_communicator_of_the_job(hvd: Any) -> None:
     mpi, backwards = _communicators(hvd)
     me = mpi.COMM_WORLD.Get_rank()

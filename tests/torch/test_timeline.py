@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.on_ranks import on_ranks
-from tests.ranks import ROOT, Skip
-from tests.torch.optimizer_support import batch, loss_of, make_net, train_step
+from tests.ranks import ROOT
+from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train_step, wrapped_net
 
 pytestmark = [
-    on_ranks(1, 2, 3, 4, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
-    on_ranks(1, 2, 3, 4, name="no memory", HVDKIT_NODE_MEMORY="0", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks(2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
+    on_ranks((3, "torch"), name="no memory", HVDKIT_NODE_MEMORY="0", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
     on_ranks((3, "torch"), name="nodes", per_node=1, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
 ]
 
@@ -105,16 +105,10 @@ def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> No
         action()
 
 
-def wrapped(hvd: Any, net: nn.Module) -> Any:
-    return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
-
-
 def test_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody is waited for")
     directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     net = make_net()
-    optimizer, last = wrapped(hvd, net), hvd.size() - 1
+    optimizer, last = distributed_sgd(hvd, net), hvd.size() - 1
     train_step(optimizer, net, batch(hvd.rank()))
     with recorded(hvd) as shown:
         for number in range(2):
@@ -130,21 +124,15 @@ def test_the_last_rank_is_named_where_gradients_are_reduced(hvd: Any) -> None:
     assert len(waits) == (2 if shares_memory else 0), shown
     for one in waits:
         assert one.args["last_rank"] == last, one
-        assert one.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, one
-        assert one.args["ms_after_the_first"] >= one.args["ms_after_the_one_before"], one
-        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
-    for one in waits:  # drawn before the reduction, not as a part of it
+        assert one.args["ms_after_the_first"] >= one.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, one
+        # Drawn before the reduction, not as a part of it.
         assert not any(one.begin < other.end and other.begin < one.end for other in reductions), shown
     waited = [one for one in shown if one.name == "WAIT_FOR_GRADIENTS"]
-    assert len(waited) == 2, shown
-    for one in waited:  # of the training thread
-        assert one.row == COMPUTATION, one
-        assert one.end - one.begin >= 0.5e3 * LATE_SECONDS, one
+    assert [one.row for one in waited] == [COMPUTATION] * 2, shown  # of the training thread
+    assert all(one.end - one.begin >= 0.5e3 * LATE_SECONDS for one in [*waits, *waited]), shown
 
 
 def test_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody is waited for")
     directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
     last = hvd.size() - 1
     with recorded(hvd) as shown:
@@ -160,8 +148,6 @@ def test_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
 
 
 def test_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nobody is waited for")
     times = 20
     with recorded(hvd) as shown:
         hvd.barrier()  # nobody asks before rank 0 records
@@ -175,30 +161,11 @@ def test_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
         assert [one.name for one in waits].count("WAIT_FOR_RANK_0") > times / 2, waits
 
 
-def test_what_rank_0_has_no_part_in_is_not_kept(hvd: Any) -> None:
-    if hvd.size() < 3:
-        raise Skip("needs a process set without rank 0")
-    without = hvd.add_process_set([1, 2])
-    with recorded(hvd) as shown:
-        for _ in range(5):
-            if without.included():
-                hvd.allreduce(torch.ones(3), process_set=without)
-        hvd.barrier()
-        if hvd.rank() == 0:
-            assert runtime.engine().telemetry._requests == {}
-    assert not any("allreduce" in one.row for one in shown), shown
-    hvd.remove_process_set(without)
-
-
 def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nothing is encoded")
     where = "everywhere" if hvd.local_size() == hvd.size() else "between_nodes"
     net = nn.Linear(128, 64)
     hvd.broadcast_parameters(net.state_dict(), 0)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    codec = hvd.Compression.int8(compress=where)
-    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=codec)
+    optimizer = distributed_sgd(hvd, net, compression=hvd.Compression.int8(compress=where))
     with recorded(hvd) as shown:
         for _ in range(3):
             optimizer.zero_grad()
@@ -213,24 +180,8 @@ def test_what_is_in_a_reduction_begins_and_ends_in_it(hvd: Any) -> None:
             assert [other.row for other in around if other.row == one.row] == [one.row], (one, reductions)
 
 
-def test_a_recording_leaves_no_thread(hvd: Any) -> None:
-    net = make_net()
-    optimizer = wrapped(hvd, net)
-    train_step(optimizer, net, batch(hvd.rank()))
-    with recorded(hvd):
-        train_step(optimizer, net, batch(hvd.rank()))
-        before = threading.active_count()
-        for step in range(20):
-            train_step(optimizer, net, batch(hvd.rank(), step))
-        # A transfer has a waiter's thread while it is on its way; what it leaves is used again.
-        assert threading.active_count() < before + 10, threading.enumerate()
-
-
 def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("nothing is reduced")
-    net = make_net()
-    optimizer = wrapped(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     train_step(optimizer, net, batch(hvd.rank()))
     with recorded(hvd):  # which looks whether each that began has ended
         loss_of(net, batch(hvd.rank())).backward()
@@ -240,8 +191,7 @@ def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
 
 
 def test_steps_and_passes_are_marked(hvd: Any) -> None:
-    net = make_net()
-    optimizer = wrapped(hvd, net)
+    net, optimizer = wrapped_net(hvd)
     with recorded(hvd) as shown:
         for step in range(3):
             train_step(optimizer, net, batch(hvd.rank(), step))
@@ -256,11 +206,10 @@ def test_steps_and_passes_are_marked(hvd: Any) -> None:
     assert names == ["FORWARD", "BACKWARD"] * 2 + ["FORWARD_WITHOUT_GRADIENTS"], names
     assert all(one.args["module"] == "Net" for one in passes if one.name != "BACKWARD"), passes
     assert all(one.end <= other.begin for one, other in pairwise(passes)), passes
-    if hvd.size() > 1:
-        steps = [one for one in shown if one.name.startswith("STEP ")]
-        assert [one.name for one in steps] == ["STEP 1", "STEP 2", "STEP 3"], steps
-        assert all(abs(one.end - other.begin) < 1e-3 for one, other in pairwise(steps)), steps
-        assert steps[0].row.startswith("training: steps of SGD"), steps
+    steps = [one for one in shown if one.name.startswith("STEP ")]
+    assert [one.name for one in steps] == ["STEP 1", "STEP 2", "STEP 3"], steps
+    assert all(abs(one.end - other.begin) < 1e-3 for one, other in pairwise(steps)), steps
+    assert steps[0].row.startswith("training: steps of SGD"), steps
 
 
 def test_no_hook_stays_when_the_recording_is_over(hvd: Any) -> None:
@@ -268,10 +217,10 @@ def test_no_hook_stays_when_the_recording_is_over(hvd: Any) -> None:
         return len(modules._global_forward_pre_hooks) + len(modules._global_forward_hooks)
 
     net = make_net()
-    wrapped(hvd, make_net())  # those of an earlier recording go when it is noticed that it is over
+    distributed_sgd(hvd, make_net())  # those of an earlier recording go when it is noticed that it is over
     before = hooks()
     with recorded(hvd):
-        optimizer = wrapped(hvd, net)
+        optimizer = distributed_sgd(hvd, net)
         assert hooks() == before + (2 if hvd.rank() == 0 else 0)
         train_step(optimizer, net, batch(hvd.rank()))
     train_step(optimizer, net, batch(hvd.rank()))
@@ -300,7 +249,7 @@ def test_passes_are_marked_whatever_a_model_does(hvd: Any) -> None:
         raise ArithmeticError
 
     with recorded(hvd) as shown:
-        optimizer = wrapped(hvd, net)
+        optimizer = distributed_sgd(hvd, net)
         for step in range(2):
             optimizer.zero_grad()
             loss = net(rows)["loss"]

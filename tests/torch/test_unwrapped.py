@@ -15,9 +15,10 @@ from torch import nn
 from hvdkit.api.gradients.guard import is_settled
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip, free_port
-from tests.torch.optimizer_support import batch, expect, loss_of, make_net, no_warnings, train_step
+from tests.told import told
+from tests.torch.optimizer_support import batch, loss_of, make_net, no_warnings, train_step
 
-pytestmark = on_ranks(1, 2, 3)
+pytestmark = on_ranks(2, 3)
 
 ELEMENTS = 30 + 392 + 18  # of the parameters that have gradients
 ALONE = (
@@ -42,36 +43,33 @@ def sgd(net: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
 
 @contextmanager
 def warned(hvd: Any, *texts: str) -> Iterator[None]:
-    """The block gives these warnings and no others; none where there is one rank."""
+    """The block gives these warnings and no others."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    wanted = [text.format(rank=hvd.rank(), size=hvd.size()) for text in texts] if hvd.size() > 1 else []
+    wanted = [text.format(rank=hvd.rank(), size=hvd.size()) for text in texts]
     ours = [one for one in caught if "torch.jit" not in str(one.message)]  # which PyTorch's compiler uses
     found = [str(one.message) for one in ours]
     assert found == wanted, found
     assert all(Path(one.filename).parent == Path(__file__).parent for one in ours), "it points to the user's step()"
 
 
+def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
+    for step in range(steps):
+        train_step(optimizer, net, batch(hvd.rank(), step))
+
+
 def test_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
     hvd.broadcast_parameters(make_net().state_dict(), 0)  # reduces nothing
-    for _ in range(2):  # each of them
+    for named in (False, True):  # each of them
         net = make_net()
-        optimizer = sgd(net)
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1) if named else sgd(net)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         with warned(hvd):
             optimizer.step()  # of which nothing has a gradient
-        with warned(hvd, ALONE):
-            train_step(optimizer, net, batch(hvd.rank()))
-            train_step(optimizer, net, batch(hvd.rank()))
-
-
-def test_a_scheduler_and_named_parameters_change_nothing(hvd: Any) -> None:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with warned(hvd, ALONE.replace("(first: of", "(first: 'conv.weight', of")):
-        train_step(optimizer, net, batch(hvd.rank()))
-        scheduler.step()
+        with warned(hvd, ALONE.replace("(first: of", "(first: 'conv.weight', of") if named else ALONE):
+            train(hvd, optimizer, net, 2)
+            scheduler.step()
 
 
 def test_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
@@ -91,8 +89,7 @@ def test_a_wrapped_optimizer_does_not_warn(hvd: Any) -> None:
         net = make_net()
         wrapped = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), **options)
         with no_warnings():
-            for step in range(3):
-                train_step(wrapped, net, batch(hvd.rank(), step))
+            train(hvd, wrapped, net)
             wrapped.synchronize()
 
 
@@ -108,18 +105,14 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def test_one_that_is_made_of_others_does_not_warn_where_it_is_wrapped(hvd: Any) -> None:
-    ops = [hvd.Average] if hvd.size() & (hvd.size() - 1) else [hvd.Average, hvd.Adasum]
-    for op in ops:
+    for op in [hvd.Average] if hvd.size() & (hvd.size() - 1) else [hvd.Average, hvd.Adasum]:
         net = make_net()
         wrapped = hvd.DistributedOptimizer(Lookahead(sgd(net)), net.named_parameters(), op=op)
         with no_warnings():
-            for step in range(3):
-                train_step(wrapped, net, batch(hvd.rank(), step))
+            train(hvd, wrapped, net)
     net = make_net()
-    outer = Lookahead(hvd.DistributedOptimizer(sgd(net), net.named_parameters()))
     with no_warnings():
-        for step in range(3):
-            train_step(outer, net, batch(hvd.rank(), step))
+        train(hvd, Lookahead(hvd.DistributedOptimizer(sgd(net), net.named_parameters())), net)
 
 
 def test_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
@@ -137,9 +130,13 @@ def test_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
     wrapped.load_state_dict(wrapped.state_dict())  # the step is forgotten
 
 
-def each(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    for gradient in gradients:
-        gradient.copy_(hvd.allreduce(gradient))
+def joined(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def put_back(gradients: list[torch.Tensor], flat: torch.Tensor) -> None:
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def in_place(hvd: Any, gradients: list[torch.Tensor]) -> None:
@@ -148,40 +145,40 @@ def in_place(hvd: Any, gradients: list[torch.Tensor]) -> None:
         hvd.synchronize(handle)
 
 
-def joined(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    flat = hvd.allreduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-    for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
-
-
-def grouped(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    hvd.grouped_allreduce_(gradients)
-
-
 def scattered(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat = joined(gradients)
     rows = torch.nn.functional.pad(flat, (0, -len(flat) % hvd.size()))
-    whole = hvd.allgather(hvd.reducescatter(rows))
-    for gradient, part in zip(gradients, whole[: len(flat)].split([one.numel() for one in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    put_back(gradients, hvd.allgather(hvd.reducescatter(rows))[: len(flat)])
 
 
 def sparse(hvd: Any, gradients: list[torch.Tensor]) -> None:
     for i, gradient in enumerate(gradients):
-        wait = hvd.sparse_allreduce_async(gradient.to_sparse(), f"sparse {i}", hvd.Average)
-        gradient.copy_(wait().to_dense())
+        gradient.copy_(hvd.sparse_allreduce_async(gradient.to_sparse(), f"sparse {i}", hvd.Average)().to_dense())
+
+
+def used_gradients(net: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+WAYS: list[Callable[[Any, list[torch.Tensor]], Any]] = [
+    lambda hvd, gradients: [gradient.copy_(hvd.allreduce(gradient)) for gradient in gradients],
+    in_place,
+    lambda hvd, gradients: put_back(gradients, hvd.allreduce(joined(gradients))),
+    lambda hvd, gradients: hvd.grouped_allreduce_(gradients),
+    scattered,
+    sparse,
+]
 
 
 def test_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
-    ways: list[Callable[[Any, list[torch.Tensor]], None]] = [each, in_place, joined, grouped, scattered, sparse]
-    for reduce in ways:
+    for reduce in WAYS:
         net = make_net()
         optimizer = sgd(net)
         with no_warnings():
             for step in range(3):
                 optimizer.zero_grad()
                 loss_of(net, batch(hvd.rank(), step)).backward()
-                reduce(hvd, [one.grad for one in net.parameters() if one.grad is not None])
+                reduce(hvd, used_gradients(net))
                 optimizer.step()
 
 
@@ -193,7 +190,7 @@ def test_several_optimizers_may_step_on_what_was_reduced_together(hvd: Any) -> N
         for step in range(3):
             net.zero_grad()
             loss_of(net, batch(hvd.rank(), step)).backward()
-            in_place(hvd, [one.grad for one in net.parameters() if one.grad is not None])
+            in_place(hvd, used_gradients(net))
             for optimizer in optimizers:
                 optimizer.step()
     assert all(map(is_settled, optimizers))
@@ -209,7 +206,7 @@ def test_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
         train_step(optimizer, net, batch(hvd.rank()))
         train_step(outer, net, batch(hvd.rank()))
     for wrong in (net, None, torch.optim.SGD):
-        with expect(TypeError, "unsynchronized: optimizer must be one of PyTorch or Keras, got"):
+        with told(TypeError, "unsynchronized: optimizer must be one of PyTorch or Keras, got"):
             hvd.unsynchronized(wrong)
 
 
@@ -231,8 +228,8 @@ def test_compiled_steps_warn_too(hvd: Any) -> None:
 @contextmanager
 def process_group(hvd: Any) -> Iterator[None]:
     """The block runs beside a group of torch.distributed with all ranks."""
-    if hvd.size() == 1 or dist.is_initialized():
-        raise Skip("needs two ranks, and a torch.distributed that is free")
+    if dist.is_initialized():
+        raise Skip("needs a torch.distributed that is free")
     port = hvd.broadcast_object(free_port(), 0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=hvd.rank(), world_size=hvd.size())
     try:
@@ -252,8 +249,7 @@ def test_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
         for model in [DistributedDataParallel(nets[0]), fully_shard(nets[1])]:
             optimizer = sgd(model)
             with no_warnings():
-                for step in range(2):
-                    train_step(optimizer, model, batch(hvd.rank(), step))
+                train(hvd, optimizer, model, 2)
 
 
 def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: Any) -> None:
@@ -263,13 +259,11 @@ def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: 
         for step in range(3):
             optimizer.zero_grad()
             loss_of(net, batch(hvd.rank(), step)).backward()
-            for parameter in net.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
+            for gradient in used_gradients(net):
+                dist.all_reduce(gradient)
             optimizer.step()
     with warned(hvd, ALONE):  # once there is no group that could reduce them
-        for step in range(2):
-            train_step(optimizer, net, batch(hvd.rank(), step))
+        train(hvd, optimizer, net, 2)
 
 
 def test_after_the_job_nothing_is_said(hvd: Any) -> None:

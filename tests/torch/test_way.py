@@ -1,69 +1,21 @@
-"""The way of a tensor through the adapter: it is in the hands of those alone that have something to do with it."""
+"""The way of a gradient is through the files that the page on architecture names."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 
 import hvdkit
-import hvdkit.torch as hvd
 from tests.on_ranks import on_ranks
 from tests.ranks import ROOT
 
 PACKAGE = Path(hvdkit.__file__).parent
-GRADIENTS_AND_CODECS = {"torch/compression.py", "api/gradients/compression.py"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def job() -> Iterator[None]:
-    """A job of one rank in this process."""
-    hvd.init()
-    yield
-    hvd.shutdown()
-
-
-def adapters_files(call: Callable[[], Any]) -> set[str]:
-    """The files of PyTorch's adapter, and of what adapters know of gradients, of which ``call`` calls functions."""
-    files = set()
-
-    def seen(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
-            files.add(path.relative_to(PACKAGE).as_posix())
-
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return {file for file in files if file.startswith(("torch/", "api/gradients/"))}
-
-
-def test_a_tensor_without_gradient_or_compression_passes_neither():
-    tensor = torch.ones(4)
-    files = adapters_files(lambda: hvd.allreduce(tensor, name="plain"))
-    assert files == {"torch/ops/allreduce.py", "torch/ops/framework.py"}
-
-
-@pytest.mark.parametrize(
-    ("tensor", "compression"),
-    [(torch.ones(4, requires_grad=True), hvd.Compression.none), (torch.ones(4), hvd.Compression.fp16)],
-    ids=["gradient", "compression"],
-)
-def test_a_tensor_passes_what_was_asked_for(tensor: torch.Tensor, compression: Any):
-    outputs = []
-    files = adapters_files(lambda: outputs.append(hvd.allreduce(tensor, name="asked", compression=compression)))
-    assert files >= GRADIENTS_AND_CODECS
-    assert outputs[0].requires_grad == tensor.requires_grad
 
 
 FEW, MANY = 4, 24  # gradients of 64 KiB
