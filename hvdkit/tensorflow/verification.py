@@ -26,15 +26,19 @@ NOTHING, DENSE, ALL = range(3)
 
 
 class Verified(NamedTuple):
-    """A variable of TensorFlow that all ranks train alike; it is hashed in steps of its ``level`` and above."""
+    """A variable of TensorFlow that all ranks train alike; it is hashed in steps of its ``level`` and above.
+
+    The variable itself would be kept alive by graphs.
+    """
 
     name: str
-    variable: Any
+    handle: Any
+    dtype: Any
     level: int
 
     def read(self) -> Any:
         """Return its value, by the operation itself, so that no tape and no custom gradient takes it for an input."""
-        return tf.raw_ops.ReadVariableOp(resource=self.variable.handle, dtype=self.variable.dtype)
+        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
 
 
 def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool]) -> list[Verified]:
@@ -44,7 +48,7 @@ def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool
         under = getattr(source, "_value", None)  # of Keras 3
         variable = source if under is None or callable(under) else under
         if isinstance(variable, tf.Variable) and hasattr(variable, "handle"):
-            variables.append(Verified(name, variable, ALL if is_sparse else DENSE))
+            variables.append(Verified(name, variable.handle, variable.dtype, ALL if is_sparse else DENSE))
     return variables
 
 
@@ -64,7 +68,7 @@ class VariableVerification(Verification):
         gpus = sorted({str(each.get("device_name", "GPU")) for each in details})
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         on = machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus)
-        names, precisions = [each.name for each in variables], [_precision(each.variable.dtype) for each in variables]
+        names, precisions = [each.name for each in variables], [_precision(each.dtype) for each in variables]
         self.state(Statement(on, hashes, sketches, names=names, precisions=precisions))
 
 

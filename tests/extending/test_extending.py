@@ -19,7 +19,7 @@ REGISTERED = "tests.extending.registered"
 CARRIED = RankedCases("tests.transports.test_transports", runner=REGISTERED, HVDKIT_NODE_MEMORY="0")
 FAILING_CODEC = [sys.executable, "-m", "tests.extending.failing_codec"]
 # Without the node's memory, what is sent depends on the algorithm, and that on how busy the machine was at init.
-DEPENDS = {"case_communication_statistics_count_bytes"}
+DEPENDS = {"test_communication_statistics_count_bytes"}
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (3, "torch")])

@@ -28,7 +28,7 @@ COMPRESSION = RankedCases("tests.torch.test_compression", **ASKED)
 TRANSPORT = RankedCases("tests.transports.test_transports", **ASKED)
 CASES = RankedCases("tests.plugins.horovod_cases", "tests.transports.launched", **ASKED)
 # They look for the addresses of numpy arrays, and for what the algorithms of the host tell the timeline.
-HOST_ONLY = {"case_the_timeline_is_valid_and_has_a_row_for_each_tensor"}
+HOST_ONLY = {"test_the_timeline_is_valid_and_has_a_row_for_each_tensor"}
 
 
 def job(name: str, ranks: int, connected: str, **environment: str) -> tuple[int, str]:
