@@ -32,7 +32,6 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: True to keep statistics for evaluation.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
-        bias: False for a weight without a bias, where this PyTorch has this argument.
 
     Raises:
         ValueError: by a call, for inputs of fewer than two dimensions, of other channels, or with one value a channel.
@@ -43,6 +42,18 @@ class SyncBatchNorm(_BatchNorm):
         >>> output.round().tolist()  # on rank 1: [[1.0], [1.0], [1.0]]
         [[-1.0], [-1.0], [-1.0]]
     """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` of shape (N, C, ...); the result has its shape and type."""
