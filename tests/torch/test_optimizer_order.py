@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from hvdkit.engine.loop.messages import Ask
+from hvdkit.engine.ops.batch import Submission
 from hvdkit.engine.session import runtime
 from tests.on_ranks import on_ranks
 from tests.torch.optimizer_support import assert_close
@@ -44,20 +45,14 @@ def travel_order(optimizer: Any) -> list[str]:
 
 @contextmanager
 def announcements() -> Iterator[list[Any]]:
-    """Collect what this rank tells the coordinator in the block."""
-    messages: list[Any] = []
+    """Collect what this rank tells the coordinator in the block: messages, and operations that it announces."""
+    collected: list[Any] = []
     negotiation = runtime.engine().negotiation
-    send = negotiation.send_to_coordinator
-
-    def counted(message: Any) -> None:
-        messages.append(message)
-        send(message)
-
-    negotiation.send_to_coordinator = counted
-    try:
-        yield messages
-    finally:
-        del negotiation.send_to_coordinator
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("announce", "send_to_coordinator"):
+            plain = getattr(negotiation, name)
+            patch.setattr(negotiation, name, lambda what, plain=plain: (collected.append(what), plain(what)))
+        yield collected
 
 
 def test_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
@@ -82,8 +77,8 @@ def test_planned_gradients_are_not_negotiated(hvd: Any) -> None:
         backward(hvd, net, SEEN)
         optimizer.step()
         # The plan itself is negotiated, so the count counts.
-        signatures = [ask.signature for ask in messages if isinstance(ask, Ask) and isinstance(ask.signature, dict)]
-        assert [signature["kind"] for signature in signatures].count("plan") == 1, messages
+        kinds = [submission.signature["kind"] for submission in messages if isinstance(submission, Submission)]
+        assert kinds.count("plan") == 1, messages
     optimizer.zero_grad()
     hvd.barrier()
     with announcements() as messages:

@@ -48,8 +48,9 @@ class AllgatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, *tensors: Tensor) -> Any:
+        outputs = HANDLES.synchronize(OPERATIONS.allgather(invocation, tensors))  # which refuses scalars
         ctx.invocation, ctx.rows = invocation, [tensor.shape[0] for tensor in tensors]
-        return HANDLES.synchronize(OPERATIONS.allgather(invocation, tensors))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
