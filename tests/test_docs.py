@@ -121,7 +121,7 @@ def test_the_messages_that_the_page_of_errors_explains_are_said():
     table = (DOCS / "errors.md").read_text().split("\n## What a message means\n")[1].split("\n## ")[0]
     first_cells = re.findall(r"^\| (`.*?`) \| ", table, re.M)
     messages = [message for cell in first_cells for message in re.findall("`(.*?)`", cell)]
-    assert len(messages) > 20
+    assert len(messages) >= 20
     for message in messages:
         pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
         assert any(re.search(pattern, text, re.S) for text in said), f"hvdkit does not say {message!r}"

@@ -103,7 +103,7 @@ class Driver:
         self._stopping = True
         self._last_guest_left.set()
         self._wakeup.ring()
-        if not self.looks_at_once and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(ROUND_SECONDS)
 
     def wake(self) -> None:

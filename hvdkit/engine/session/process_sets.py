@@ -122,6 +122,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             dynamic.
         NotImplementedError: for a set made from an MPI communicator.
         NotInitializedError: before init() or after shutdown().
+
+    Examples:
+        >>> evaluators = hvd.add_process_set([1])
+        >>> if evaluators.included():
+        ...     hvd.barrier(process_set=evaluators)
+        >>> hvd.remove_process_set(evaluators)
+        True
     """
     engine = runtime.engine()
     if not isinstance(process_set, ProcessSet):
@@ -146,6 +153,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         TypeError: if ``process_set`` is no ProcessSet.
         ValueError: where sets are not dynamic, as for add_process_set().
         NotInitializedError: before init() or after shutdown().
+
+    Examples:
+        >>> hvd.remove_process_set(hvd.global_process_set)
+        False
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"remove_process_set: process_set must be a hvd.ProcessSet, got {process_set!r}")
