@@ -414,7 +414,7 @@ def case_who_waits_for_a_late_rank_can_be_interrupted(hvd: Any) -> None:
         # Also until this rank has heard of it: rank 0 may have sent all that this rank needs for the step.
         lane = lane_of(vars(model.optimizer)["_hvdkit_step"]._gradients)
         deadline = time.monotonic() + 60
-        while not is_interrupted.exists() or not lane.abandonment._ranks:
+        while not is_interrupted.exists() or not lane.abandonment.ranks:
             assert time.monotonic() < deadline, "rank 0 still waits for this rank"
             time.sleep(0.01)
         shutil.rmtree(folder)

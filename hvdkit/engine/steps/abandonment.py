@@ -32,7 +32,7 @@ class Abandonment:
         self.is_spent = False  # all ranks abandoned a step, so that they agree anew without an error
         self._lane = lane
         self._steps: set[int] = set()  # that this rank abandoned
-        self._ranks: dict[int, set[int]] = {}  # that abandoned a step, by step
+        self.ranks: dict[int, set[int]] = {}  # that abandoned a step, by step
         self._declined: dict[int, set[int]] = {}  # the ranks that were told so, by step that this rank declined
         self._used = -1  # the newest step whose results this rank used
 
@@ -67,21 +67,17 @@ class Abandonment:
         with lane.lanes.driver.halted(ROUND_SECONDS):
             self._spend()
 
-    def is_hopeless(self) -> bool:
-        """True if this step cannot come to its end because another rank abandoned it."""
-        return self._lane.steps in self._ranks and not self._lane.on_device
-
     def use(self, step: int) -> None:
         """Note that this rank uses the results of a step. Raises HorovodInternalError if a rank abandoned it."""
         with self._lane.lock:
             self._used = step
-            ranks = self._ranks.pop(step, set())
+            ranks = self.ranks.pop(step, set())
         if ranks:
             self.fail(ranks)
 
     def refuse(self) -> None:
         """Raise the error of this step, which other ranks abandoned and this rank wants to use."""
-        self.fail(self._ranks[self._lane.steps])
+        self.fail(self.ranks[self._lane.steps])
 
     def fail(self, ranks: Collection[int]) -> None:
         """Raise the lane's error, after no piece is in the middle of a sum, and fail the lane on ``ranks``."""
@@ -95,12 +91,12 @@ class Abandonment:
         group, step = self._lane.group, self._lane.steps
         if step not in self._steps:
             return set()
-        return set(group.members) - {group.members[group.rank]} - self._ranks.get(step, set())
+        return set(group.members) - {group.members[group.rank]} - self.ranks.get(step, set())
 
     def decline(self) -> None:
         """Tell ranks that abandoned a step that this rank, which has joined or closed the lane, does not use it."""
         lane = self._lane
-        for step, ranks in list(self._ranks.items()):
+        for step, ranks in list(self.ranks.items()):
             if step <= self._used or (step in self._steps and step not in self._declined):
                 continue
             receivers = ranks - self._declined.get(step, set())
@@ -114,7 +110,7 @@ class Abandonment:
         """Note that ``rank`` does not use the results of ``step``; fail the lane if this rank has used them."""
         lane = self._lane
         with lane.lock:
-            self._ranks.setdefault(step, set()).add(rank)
+            self.ranks.setdefault(step, set()).add(rank)
             has_used = step <= self._used and step not in self._steps
         if has_used:
             self._fail({rank})

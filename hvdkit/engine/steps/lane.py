@@ -138,9 +138,10 @@ class Lane:
             self._end_step()
 
     def _is_over(self) -> bool:
-        """True if the step is over, or cannot come to its end."""
+        """True if the step is over, or cannot come to its end because another rank abandoned it."""
         step = self.step
-        return self.error is not None or step.completed == step.operations or self.abandonment.is_hopeless()
+        is_over = self.error is not None or step.completed == step.operations
+        return is_over or (self.steps in self.abandonment.ranks and not self.on_device)
 
     def give_zeros(self) -> None:
         """Hand over zeros for all gradients that are not there yet, and have all that is left run."""

@@ -86,7 +86,8 @@ class NodeTransport(Layer):
         return moved
 
     def poll_control(self) -> list[tuple[int, bytes]]:
-        messages = [(self.members[index], payload) for index, payload in self._messages.take_control()]
+        taken = self._messages.take_control()
+        messages = [(self.members[index], payload) for index, payload in taken] if taken else []
         if len(self.members) < self.size:
             messages += self.inner.poll_control()
         return messages
@@ -101,8 +102,11 @@ class NodeTransport(Layer):
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         # Transfers within this node, also those with ``awaited`` (see Transfer.peer), move in ``advance``.
-        elsewhere = [transfer for transfer in transfers if transfer.peer not in self._index_of]
-        if outside := [transfer for transfer in elsewhere if not hasattr(transfer, "awaited")]:
+        outside = []
+        for transfer in transfers:
+            if transfer.peer not in self._index_of and not hasattr(transfer, "awaited"):
+                outside.append(transfer)
+        if outside:
             self.inner.watch(outside)
 
     def arenas_of(self, members: Sequence[int]) -> list[Window | None]:
