@@ -65,9 +65,8 @@ def case_averages_of_each_dtype(hvd):
         tensors = [tensor * hvd.size() for tensor in everyones(hvd, dtype)]
         expected = reduce(torch.add, tensors) / hvd.size()
         check(hvd.allreduce(tensors[hvd.rank()], name=f"average.{dtype}"), expected, dtype)
-        scaled = hvd.allreduce(
-            tensors[hvd.rank()], op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0, name=f"scaled.{dtype}"
-        )
+        factors = {"prescale_factor": 0.5, "postscale_factor": 4.0}
+        scaled = hvd.allreduce(tensors[hvd.rank()], op=hvd.Sum, name=f"scaled.{dtype}", **factors)
         check(scaled, 2 * reduce(torch.add, tensors), dtype)
 
 

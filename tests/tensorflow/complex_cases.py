@@ -32,10 +32,10 @@ def divided(array: np.ndarray, divisor: int) -> np.ndarray:
     return (flat.view(flat.real.dtype) / flat.real.dtype.type(divisor)).view(array.dtype).reshape(array.shape)
 
 
-def case_complex_sums_averages_and_scatters_are_those_of_both_parts(hvd: Any) -> None:
+def case_complex_sums_averages_and_scatters_are_those_of_both_parts(hvd):
     size, rank = hvd.size(), hvd.rank()
 
-    def reduce(tensor: Any) -> list[Any]:
+    def reduce(tensor):
         return [
             hvd.allreduce(tensor, op=hvd.Sum),
             hvd.allreduce(tensor),
@@ -44,7 +44,7 @@ def case_complex_sums_averages_and_scatters_are_those_of_both_parts(hvd: Any) ->
             hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5),
         ]
 
-    def scatter(tensor: Any) -> Any:
+    def scatter(tensor):
         return hvd.reducescatter(tensor, op=hvd.Sum)
 
     for run, scattered in zip(ways(reduce), ways(scatter), strict=True):
@@ -59,10 +59,10 @@ def case_complex_sums_averages_and_scatters_are_those_of_both_parts(hvd: Any) ->
                 np.testing.assert_array_equal(scattered(mine), np.array_split(summed, size)[rank])
 
 
-def case_complex_rows_travel_as_they_are(hvd: Any) -> None:
+def case_complex_rows_travel_as_they_are(hvd):
     size, rank = hvd.size(), hvd.rank()
 
-    def move(tensor: Any) -> list[Any]:
+    def move(tensor):
         return [hvd.allgather(tensor), hvd.broadcast(tensor, size - 1), hvd.alltoall(tensor)]
 
     for run in ways(move):
@@ -77,7 +77,7 @@ def case_complex_rows_travel_as_they_are(hvd: Any) -> None:
     np.testing.assert_array_equal(variable, values(size - 1, (5,), np.complex64))
 
 
-def case_complex_slices_are_averaged(hvd: Any) -> None:
+def case_complex_slices_are_averaged(hvd):
     size = hvd.size()
     for dtype in COMPLEX:
         mine = values(hvd.rank(), (2, 3), dtype)
@@ -86,12 +86,12 @@ def case_complex_slices_are_averaged(hvd: Any) -> None:
             np.testing.assert_allclose(run(tf.constant(mine)), expected, rtol=1e-6)
 
 
-def case_gradients_of_complex_tensors_follow_tensorflows_convention(hvd: Any) -> None:
+def case_gradients_of_complex_tensors_follow_tensorflows_convention(hvd):
     size, rank = hvd.size(), hvd.rank()
     start, weights = values(rank, (2 * size,), np.complex64), values(9, (2 * size,), np.complex64)
     x = tf.Variable(start)
 
-    def gradients() -> list[Any]:
+    def gradients():
         found = []
         for operate in (
             lambda y: hvd.allreduce(y, op=hvd.Sum),
@@ -118,14 +118,14 @@ def case_gradients_of_complex_tensors_follow_tensorflows_convention(hvd: Any) ->
         np.testing.assert_allclose(gathered, alone / size, rtol=1e-5)
 
 
-def case_a_tape_averages_complex_and_real_gradients(hvd: Any) -> None:
+def case_a_tape_averages_complex_and_real_gradients(hvd):
     size, rank = hvd.size(), hvd.rank()
     first, second, real = values(1, (300, 400), np.complex64), values(2, (3,), np.complex128), np.ones(4, np.float32)
     sources = [tf.Variable(one) for one in (first, second, real)]
     factors = [values(10 + one, (3,), np.complex128) for one in range(size)]
     for codec, tolerance in ((hvd.Compression.none, 1e-6), (hvd.Compression.fp16, 1e-2)):
 
-        def step(codec: Any = codec) -> list[Any]:
+        def step(codec=codec):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.abs(sources[0]) ** 2) * (rank + 1.0) + tf.reduce_sum(sources[2]) * rank
                 loss += tf.cast(tf.reduce_sum(tf.math.imag(sources[1] * factors[rank])), tf.float32)
@@ -140,7 +140,7 @@ def case_a_tape_averages_complex_and_real_gradients(hvd: Any) -> None:
                     np.testing.assert_allclose(result, wanted, rtol=tolerance, atol=tolerance)
 
 
-def case_what_has_no_meaning_for_complex_tensors_is_refused(hvd: Any) -> None:
+def case_what_has_no_meaning_for_complex_tensors_is_refused(hvd):
     tensor = tf.ones(4, tf.complex64)
     for op, name in ((hvd.Min, "Min"), (hvd.Max, "Max"), (hvd.Product, "Product"), (hvd.Adasum, "Adasum")):
         for run in ways(lambda one, op=op: hvd.allreduce(one, op=op)):

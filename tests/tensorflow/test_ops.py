@@ -30,20 +30,20 @@ jobs = pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), 
 @pytest.mark.essential(transport="torch")
 @jobs
 @pytest.mark.parametrize("case", OPERATIONS.names)
-def test_operations(case: str, ranks: int, transport: str) -> None:
+def test_operations(case, ranks, transport):
     OPERATIONS.check(case, ranks, transport)
 
 
 @pytest.mark.essential(transport="mpi")
 @jobs
 @pytest.mark.parametrize("case", GRADIENTS.names)
-def test_gradients(case: str, ranks: int, transport: str) -> None:
+def test_gradients(case, ranks, transport):
     GRADIENTS.check(case, ranks, transport)
 
 
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.thorough)])
-def test_forked_children_end_as_python_ends(transport: str) -> None:
-    command = [sys.executable, "-m", "tests.tensorflow.forked_endings"]
+def test_forked_children_end_as_python_ends(transport):
+    command = [sys.executable, "-m", "tests.tensorflow.programs", "fork"]
     status, output = run_ranks(command, 2, transport, timeout=200, preload=PRELOAD)
     assert status == 0, output
     assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
@@ -60,15 +60,15 @@ def test_forked_children_end_as_python_ends(transport: str) -> None:
         pytest.param("killed", "torch", "eager", marks=pytest.mark.thorough),
     ],
 )
-def test_a_lost_rank_is_an_unknown_error_of_tensorflow(how: str, transport: str, way: str) -> None:
-    command = [sys.executable, "-m", "tests.tensorflow.lost_rank", how, way]
+def test_a_lost_rank_is_an_unknown_error_of_tensorflow(how, transport, way):
+    command = [sys.executable, "-m", "tests.tensorflow.programs", "lose", how, way]
     _, output = run_ranks(command, 3, transport, timeout=120, preload=PRELOAD)
     assert sorted(re.findall(r"RANK (\d) CAUGHT PeerLostError", output)) == ["0", "2"], output
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (2, "torch"), (3, "mpi")])
 @pytest.mark.parametrize("case", VERIFIED.names)
-def test_verification(case: str, ranks: int, transport: str) -> None:
+def test_verification(case, ranks, transport):
     VERIFIED.check(case, ranks, transport)
 
 
@@ -83,11 +83,11 @@ def test_verification(case: str, ranks: int, transport: str) -> None:
         "assert hvdkit.torch.size() == 1; hvdkit.torch.allreduce(torch.ones(2)); hvd.allreduce(tensorflow.ones(2))",
     ],
 )
-def test_frameworks_leave_each_other_alone(program: str) -> None:
+def test_frameworks_leave_each_other_alone(program):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_keras_2_is_watched_too() -> None:
+def test_keras_2_is_watched_too():
     program = (
         "import tensorflow as tf, hvdkit.tensorflow as hvd; hvd.init(); kinds = tf.keras.optimizers; "
         "assert kinds.Adam.apply_gradients.asks_hvdkit and kinds.legacy.Adam.apply_gradients.asks_hvdkit"
