@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hvdkit.torch.for_keras import TorchGradients
 from hvdkit.torch.gradients.named import NamedGradients
 from tests.keras.batches import FEATURES, batches, joined
 from tests.keras.checks import check_close, check_same_bits
-from tests.keras.models import train
+from tests.keras.models import gradients_of, train
 from tests.told import told
 from tests.torch.ownership_support import Passing
 
@@ -55,19 +56,19 @@ def lane_of(gradients: Any) -> Any:
     return None if routes is None or routes.planned is None else routes.planned.lane
 
 
-def layers(inside: keras.layers.Layer | None = None) -> list[keras.layers.Layer]:
-    """Return three dense layers with the same weights each time. ``inside`` comes between the second and the third."""
+def layers(inside: Callable[[], keras.layers.Layer] | None = None) -> list[keras.layers.Layer]:
+    """Return three dense layers with the same weights each time. ``inside`` makes one before the last."""
     keras.utils.set_random_seed(1)
     return [
         keras.layers.Input((FEATURES,), dtype="float64"),
         keras.layers.Dense(WIDTH, activation="tanh", dtype="float64"),
         keras.layers.Dense(WIDTH, activation="tanh", dtype="float64"),
-        *([] if inside is None else [inside]),
+        *([] if inside is None else [inside()]),
         keras.layers.Dense(1, activation="sigmoid", dtype="float64"),
     ]
 
 
-def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: keras.layers.Layer | None = None) -> Any:
+def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: Any = None) -> Any:
     """Return a model of a class with an optimizer."""
     made = kind(layers(inside))
     made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
@@ -207,10 +208,7 @@ class Twice(keras.layers.Layer):
 
 
 def case_gradients_that_become_complete_twice_travel_at_the_end(hvd):
-    with handed_over() as counts:
-        model = train(compiled(hvd.DistributedOptimizer(sgd()), inside=Twice()), batches(hvd.rank(), 5))
-    assert counts == LATE
-    check(hvd, model, train(compiled(sgd(), inside=Twice()), joined(hvd, 5)))
+    check_training(hvd, hvd.DistributedOptimizer(sgd()), LATE, inside=Twice)
 
 
 def case_what_goes_by_name_travels_at_the_end(hvd):
@@ -224,9 +222,8 @@ def case_what_goes_by_name_travels_at_the_end(hvd):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NamedGradients, "_submit", counted)
-        model = train(compiled(hvd.DistributedOptimizer(sgd(), compression=Passing)), batches(hvd.rank(), 5))
+        check_training(hvd, hvd.DistributedOptimizer(sgd(), compression=Passing), LATE, sgd())
     assert submitted == [True] * 5 * GRADIENTS
-    check(hvd, model, train(compiled(sgd()), joined(hvd, 5)))
 
 
 def case_passes_that_are_added_up_travel_at_the_end(hvd):
@@ -279,7 +276,7 @@ def case_a_variable_that_becomes_local_later_is_left_alone(hvd):
         train(model, data[:3])
         for target, source in zip(alone.variables, model.variables, strict=True):
             target.assign(source.value)
-        wanted = keras.ops.convert_to_numpy(local.value) - 0.1 * local_gradient(alone, *data[3])
+        wanted = keras.ops.convert_to_numpy(local.value) - 0.1 * gradients_of(alone, *data[3])[2].numpy()
         optimizer.register_local_var(local)
         train(model, data[3:4])
         assert abs(keras.ops.convert_to_numpy(local.value) - wanted).max() < 1e-6
@@ -287,13 +284,6 @@ def case_a_variable_that_becomes_local_later_is_left_alone(hvd):
     assert counts == [0, 0, GRADIENTS, 0, GRADIENTS - 1, GRADIENTS - 1]
     others = [weight.value.tolist() for weight in model.trainable_weights if weight is not local]
     assert len({str(values) for values in hvd.allgather_object(others)}) == 1
-
-
-def local_gradient(made: Any, x: Any, y: Any) -> Any:
-    """Return the gradient of the second layer's kernel."""
-    weight = made.trainable_weights[2].value
-    loss = torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y)))
-    return torch.autograd.grad(loss, weight)[0].numpy()
 
 
 class Failing(torch.autograd.Function):
@@ -320,7 +310,7 @@ class Breakable(keras.layers.Layer):
 
 
 def case_an_exception_in_a_backward_pass_is_an_error_on_all_ranks(hvd):
-    model = compiled(hvd.DistributedOptimizer(sgd()), inside=Breakable(dtype="float64"))
+    model = compiled(hvd.DistributedOptimizer(sgd()), inside=functools.partial(Breakable, dtype="float64"))
     data = batches(hvd.rank(), 7)
     with handed_over() as counts:
         train(model, data[:3])

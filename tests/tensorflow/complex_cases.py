@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import MismatchError
-from tests.tensorflow.data import ways
+from tests.tensorflow.data import check_results, ways
 from tests.told import told
 
 COMPLEX = (np.complex64, np.complex128)
@@ -21,10 +22,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def total(hvd: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    summed = values(0, shape, dtype)
-    for rank in range(1, hvd.size()):
-        summed = summed + values(rank, shape, dtype)
-    return summed
+    return functools.reduce(np.add, [values(rank, shape, dtype) for rank in range(hvd.size())])
 
 
 def divided(array: np.ndarray, divisor: int) -> np.ndarray:
@@ -50,9 +48,8 @@ def case_complex_sums_averages_and_scatters_are_those_of_both_parts(hvd):
     for run, scattered in zip(ways(reduce), ways(scatter), strict=True):
         for dtype, shape in itertools.product(COMPLEX, ((), (7,), (4, 3), (0, 2), (70_001,))):
             mine, summed = tf.constant(values(rank, shape, dtype)), total(hvd, shape, dtype)
-            for result, expected in zip(
-                run(mine), (summed, divided(summed, size), summed, summed, summed), strict=True
-            ):
+            sums = summed, divided(summed, size), summed, summed, summed
+            for result, expected in zip(run(mine), sums, strict=True):
                 assert result.dtype == dtype
                 np.testing.assert_array_equal(result, expected)
             if shape:
@@ -79,43 +76,36 @@ def case_complex_rows_travel_as_they_are(hvd):
 
 def case_complex_slices_are_averaged(hvd):
     size = hvd.size()
+
+    def average(rows):
+        return hvd.allreduce(tf.IndexedSlices(rows, tf.constant([0, 4]), [5, 3])).values
+
     for dtype in COMPLEX:
-        mine = values(hvd.rank(), (2, 3), dtype)
-        for run in ways(lambda rows: hvd.allreduce(tf.IndexedSlices(rows, tf.constant([0, 4]), [5, 3])).values):
-            expected = np.concatenate([divided(values(one, (2, 3), dtype), size) for one in range(size)])
-            np.testing.assert_allclose(run(tf.constant(mine)), expected, rtol=1e-6)
+        everyones = [values(rank, (2, 3), dtype) for rank in range(size)]
+        expected = np.concatenate([divided(rows, size) for rows in everyones])
+        check_results(average, [tf.constant(everyones[hvd.rank()])], expected)
 
 
 def case_gradients_of_complex_tensors_follow_tensorflows_convention(hvd):
     size, rank = hvd.size(), hvd.rank()
     start, weights = values(rank, (2 * size,), np.complex64), values(9, (2 * size,), np.complex64)
     x = tf.Variable(start)
+    alone = np.conj(2 * start * weights) * 1j  # of one process: of the loss imag(sum(x * x * weights))
+    from_shares = np.tile(np.split(weights, size)[rank], size)
+    for operate, expected in (
+        (lambda y: hvd.allreduce(y, op=hvd.Sum), size * alone),
+        (hvd.allreduce, alone),
+        (lambda y: hvd.broadcast(y, 0), alone * (rank == 0)),
+        (hvd.alltoall, np.conj(2 * start * from_shares) * 1j),
+        (lambda y: hvd.allgather(y)[rank * 2 * size : (rank + 1) * 2 * size], alone / size),
+    ):
 
-    def gradients():
-        found = []
-        for operate in (
-            lambda y: hvd.allreduce(y, op=hvd.Sum),
-            hvd.allreduce,
-            lambda y: hvd.broadcast(y, 0),
-            hvd.alltoall,
-            lambda y: hvd.allgather(y)[rank * 2 * size : (rank + 1) * 2 * size],
-        ):
+        def gradient(operate=operate):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.math.imag(operate(x * x) * weights))
-            found.append(tape.gradient(loss, x))
-        return found
+            return tape.gradient(loss, x)
 
-    # Of one process: of the loss imag(sum(x * x * weights)).
-    alone = np.conj(2 * start * weights) * 1j
-    shares = np.split(weights, size)
-    for run in ways(gradients):
-        summed, average, rooted, exchanged, gathered = run()
-        np.testing.assert_allclose(summed, size * alone, rtol=1e-5)
-        np.testing.assert_allclose(average, alone, rtol=1e-5)
-        np.testing.assert_allclose(rooted, alone * (rank == 0), rtol=1e-5)
-        from_shares = np.concatenate([shares[rank]] * size)
-        np.testing.assert_allclose(exchanged, np.conj(2 * start * from_shares) * 1j, rtol=1e-5)
-        np.testing.assert_allclose(gathered, alone / size, rtol=1e-5)
+        check_results(gradient, [], expected, 1e-5)
 
 
 def case_a_tape_averages_complex_and_real_gradients(hvd):

@@ -238,14 +238,12 @@ def case_tape_after_batches_of_unknown_size_kernels_are_compressed_too(hvd):
     kernel = tf.Variable(tf.zeros([64, 32]), name="after_unknown_sizes")
     int8 = hvd.Compression.int8(compress="everywhere")
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None, 64])])
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.tensordot(x, kernel, 1))  # as a Dense layer does it
-        gradient = hvd.DistributedGradientTape(tape, compression=int8).gradient(loss, kernel)
-        assert gradient.shape == kernel.shape
-        return gradient
+    def loss(x):
+        return tf.reduce_sum(tf.tensordot(x, kernel, 1))  # as a Dense layer does it
 
+    signature = [tf.TensorSpec([None, None, 64])]
+    step = tf.function(reducing(hvd, loss, kernel, compression=int8), input_signature=signature)
+    assert step.get_concrete_function().structured_outputs.shape == kernel.shape
     mine = [np.random.default_rng([rank, 5]).normal(size=(rank + 1, 3, 64)) for rank in range(hvd.size())]
     result = step(tf.constant(mine[hvd.rank()], tf.float32))
     mean = sum(one.sum((0, 1)) for one in mine) / hvd.size()
@@ -309,8 +307,7 @@ def case_tape_several_steps_in_one_graph(hvd):
         for _ in range(2):
             run(tf.stack([batch(hvd.rank(), step=step) for step in range(4)]))
             for step in range(4):
-                gradients = plain(lambda step=step: alone.loss(joined(hvd, step=step)), alone.weights)
-                descend(alone, [1.5 * one for one in gradients])
+                descend(alone, [1.5 * gradient for gradient in of_all(hvd, alone, step=step)])
             close(ours.weights, alone.weights, 1e-4)
 
 
@@ -443,14 +440,11 @@ def _failing_step(hvd: Any, model: Model) -> Any:
 
         return tf.identity(x), gradient
 
-    @tf.function
-    def step(x: Any, fails: Any) -> Any:
-        with tf.GradientTape() as tape:
-            y = maybe_failing(x @ model.first + model.bias, fails)
-            loss = tf.reduce_mean(tf.square(tf.tanh(y) @ model.second))
-        return hvd.DistributedGradientTape(tape).gradient(loss, model.weights)
+    def loss(x, fails):
+        y = maybe_failing(x @ model.first + model.bias, fails)
+        return tf.reduce_mean(tf.square(tf.tanh(y) @ model.second))
 
-    return step
+    return tf.function(reducing(hvd, loss, model.weights))
 
 
 def _begin_a_step(hvd: Any, model: Model) -> None:

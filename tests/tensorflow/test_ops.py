@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -16,9 +15,7 @@ RUNNER = "tests.tensorflow.runner"
 PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")
 OPERATIONS = RankedCases("tests.tensorflow.ops_cases", "tests.tensorflow.complex_cases", runner=RUNNER, preload=PRELOAD)
 GRADIENTS = RankedCases(
-    "tests.tensorflow.batch_norm_cases",
-    "tests.tensorflow.gradient_cases",
-    "tests.tensorflow.pairing_cases",
+    *(f"tests.tensorflow.{subject}_cases" for subject in ("batch_norm", "gradient", "pairing")),
     runner=RUNNER,
     preload=PRELOAD,
 )
@@ -81,16 +78,10 @@ def test_verification(case, ranks, transport):
         "assert keras.optimizers.SGD.apply.asks_hvdkit",
         "import torch, hvdkit.torch, tensorflow, hvdkit.tensorflow as hvd; hvd.init(); "
         "assert hvdkit.torch.size() == 1; hvdkit.torch.allreduce(torch.ones(2)); hvd.allreduce(tensorflow.ones(2))",
+        "import os; os.environ['TF_USE_LEGACY_KERAS'] = '1'; import tensorflow, hvdkit.tensorflow as hvd; hvd.init(); "
+        "kinds = tensorflow.keras.optimizers; "
+        "assert kinds.Adam.apply_gradients.asks_hvdkit and kinds.legacy.Adam.apply_gradients.asks_hvdkit",
     ],
 )
 def test_frameworks_leave_each_other_alone(program):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_keras_2_is_watched_too():
-    program = (
-        "import tensorflow as tf, hvdkit.tensorflow as hvd; hvd.init(); kinds = tf.keras.optimizers; "
-        "assert kinds.Adam.apply_gradients.asks_hvdkit and kinds.legacy.Adam.apply_gradients.asks_hvdkit"
-    )
-    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
