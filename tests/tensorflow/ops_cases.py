@@ -197,7 +197,7 @@ def gradient_of(function: Any, tensor: Any) -> Any:
     """The gradient of a function's first result, whose elements are weighed by their places."""
     with tf.GradientTape() as tape:
         tape.watch(tensor)
-        output = tf.nest.flatten(function(tensor))[0]
+        output = tf.reshape(tf.nest.flatten(function(tensor))[0], [-1])
         loss = tf.reduce_sum(output * tf.cast(tf.range(1, tf.size(output) + 1), output.dtype))
     return tape.gradient(loss, tensor)
 
