@@ -23,7 +23,7 @@ EXAMPLES = {
     ),
     "hvdkit.keras": RankedCases(
         "tests.docstring_cases",
-        runner="tests.keras.runner",
+        runner="tests.tensorflow.runner",
         preload=("tensorflow", "keras", "pytest", "hvdkit.keras"),
         KERAS_BACKEND="tensorflow",
     ),

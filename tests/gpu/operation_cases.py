@@ -27,16 +27,6 @@ def everyones(hvd, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     return [own(rank, dtype, seed) for rank in range(hvd.size())]
 
 
-def operators(hvd):
-    """By name: an operator of hvdkit, and the same of a list of tensors."""
-    return {
-        "sum": (hvd.Sum, lambda tensors: reduce(torch.add, tensors)),
-        "min": (hvd.Min, lambda tensors: reduce(torch.minimum, tensors)),
-        "max": (hvd.Max, lambda tensors: reduce(torch.maximum, tensors)),
-        "product": (hvd.Product, lambda tensors: reduce(torch.mul, tensors)),
-    }
-
-
 def check(result: torch.Tensor, expected: torch.Tensor, what: object) -> None:
     assert result.device.type == card.DEVICE.type, (what, result.device)
     assert result.dtype == expected.dtype, (what, result.dtype)
@@ -44,14 +34,15 @@ def check(result: torch.Tensor, expected: torch.Tensor, what: object) -> None:
 
 
 def case_allreduce_of_each_dtype_with_each_operator(hvd):
+    on_tensors = {hvd.Sum: torch.add, hvd.Min: torch.minimum, hvd.Max: torch.maximum, hvd.Product: torch.mul}
     for dtype in (*FLOATS, *INTEGERS):
-        for name, (op, expected) in operators(hvd).items():
+        for op, function in on_tensors.items():
             tensors = everyones(hvd, dtype)
-            own_tensor = tensors[hvd.rank()]
-            check(hvd.allreduce(own_tensor, op=op, name=f"new.{dtype}.{name}"), expected(tensors), (dtype, name))
+            own_tensor, expected = tensors[hvd.rank()], reduce(function, tensors)
+            check(hvd.allreduce(own_tensor, op=op, name=f"new.{dtype}.{op}"), expected, (dtype, op))
             check(own_tensor, own(hvd.rank(), dtype), "what was given stays")
-            assert hvd.allreduce_(own_tensor, op=op, name=f"place.{dtype}.{name}") is own_tensor
-            check(own_tensor, expected(everyones(hvd, dtype)), (dtype, name))
+            assert hvd.allreduce_(own_tensor, op=op, name=f"place.{dtype}.{op}") is own_tensor
+            check(own_tensor, expected, (dtype, op))
 
 
 def case_operations_go_the_way_that_is_tried(hvd):
@@ -65,9 +56,8 @@ def case_averages_of_each_dtype(hvd):
         tensors = [tensor * hvd.size() for tensor in everyones(hvd, dtype)]
         expected = reduce(torch.add, tensors) / hvd.size()
         check(hvd.allreduce(tensors[hvd.rank()], name=f"average.{dtype}"), expected, dtype)
-        scaled = hvd.allreduce(
-            tensors[hvd.rank()], op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0, name=f"scaled.{dtype}"
-        )
+        factors = {"prescale_factor": 0.5, "postscale_factor": 4.0}
+        scaled = hvd.allreduce(tensors[hvd.rank()], op=hvd.Sum, name=f"scaled.{dtype}", **factors)
         check(scaled, 2 * reduce(torch.add, tensors), dtype)
 
 
@@ -94,18 +84,17 @@ def case_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
 
 
 def case_grouped_operations(hvd):
-    size, rank = hvd.size(), hvd.rank()
     several = [everyones(hvd, dtype, seed) for seed, dtype in enumerate((*FLOATS, torch.int64, torch.float32))]
-    own_tensors = [tensors[rank] for tensors in several]
+    own_tensors = [tensors[hvd.rank()] for tensors in several]
     sums = [reduce(torch.add, tensors) for tensors in several]
-    for result, expected in zip(hvd.grouped_allreduce(own_tensors, op=hvd.Sum, name="grouped"), sums, strict=True):
-        check(result, expected, "grouped")
-    for result, tensors in zip(hvd.grouped_allgather(own_tensors, name="gathered"), several, strict=True):
-        check(result, torch.cat(tensors), "gathered")
-    hvd.grouped_allreduce_(own_tensors, op=hvd.Sum, name="in place")
-    for result, expected in zip(own_tensors, sums, strict=True):
-        check(result, expected, "in place")
-    assert size == hvd.size()
+    for name, results, expected in (
+        ("grouped", hvd.grouped_allreduce(own_tensors, op=hvd.Sum, name="grouped"), sums),
+        ("gathered", hvd.grouped_allgather(own_tensors, name="gathered"), [torch.cat(tensors) for tensors in several]),
+        ("in place", hvd.grouped_allreduce_(own_tensors, op=hvd.Sum, name="in place"), sums),
+        ("in place", own_tensors, sums),
+    ):
+        for result, wanted in zip(results, expected, strict=True):
+            check(result, wanted, name)
 
 
 def case_many_at_once_in_an_order_of_each_ranks_own(hvd):

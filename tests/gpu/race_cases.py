@@ -20,31 +20,16 @@ TURNS = 4
 
 
 @contextlib.contextmanager
-def without_marks() -> Iterator[None]:
-    """Launches do not wait for the work that makes their inputs."""
+def changed_launches(*, waits: bool, late: bool) -> Iterator[None]:
+    """Let launches not wait for the work that makes their inputs, or begin late, as behind a long collective."""
     real = streams.CudaStream.launch
 
     def launch(self, device, after, tensors, work):
-        return real(self, device, [], tensors, work)
-
-    streams.CudaStream.launch = launch
-    try:
-        yield
-    finally:
-        streams.CudaStream.launch = real
-
-
-@contextlib.contextmanager
-def late_launches() -> Iterator[None]:
-    """Delay the beginning of launched work, as a long collective does."""
-    real = streams.CudaStream.launch
-
-    def launch(self, device, after, tensors, work):
-        def late(wait):
+        def late_work(wait):
             card.keep_busy(4 * card.BUSY_CYCLES)
             work(wait)
 
-        return real(self, device, after, tensors, late)
+        return real(self, device, after if waits else [], tensors, late_work if late else work)
 
     streams.CudaStream.launch = launch
     try:
@@ -67,9 +52,8 @@ class Model(torch.nn.Module):
 def gradients_with_late_work(hvd) -> list[float]:
     """Return the errors of the sums of a few steps, whose gradients are each made behind a long kernel."""
     model = Model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Sum
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), op=hvd.Sum)
     wrong = []
 
     def late(gradient: torch.Tensor) -> torch.Tensor:
@@ -91,7 +75,7 @@ def gradients_with_late_work(hvd) -> list[float]:
 
 def case_a_gradient_that_is_late_is_waited_for(hvd):
     card.only_on_a_gpu()
-    with without_marks():
+    with changed_launches(waits=False, late=False):
         errors = gradients_with_late_work(hvd)
     assert any(hvd.allgather_object(max(errors))), "the probe does not find sums of gradients that are not there yet"
     assert gradients_with_late_work(hvd) == [0.0] * TURNS
@@ -102,7 +86,7 @@ def case_memory_in_use_is_not_given_to_others(hvd):
     card.only_on_a_gpu()
     if card.WAY == "host":
         raise Skip("operations by name wait for their copies to the host")
-    with late_launches():
+    with changed_launches(waits=True, late=True):
         for turn in range(TURNS):
             hvd.allreduce_async_(torch.full((ELEMENTS,), 1.0, device=card.DEVICE), op=hvd.Sum, name=f"reused.{turn}")
             others = [torch.full((ELEMENTS,), -7.0, device=card.DEVICE) for _ in range(6)]
@@ -117,7 +101,7 @@ def case_results_are_there_on_any_stream(hvd):
     if card.WAY == "host":
         raise Skip("operations by name wait for their copies to the host")
     other = torch.cuda.Stream()
-    with late_launches():
+    with changed_launches(waits=True, late=True):
         for turn in range(TURNS):
             tensor = torch.full((ELEMENTS,), 1.0 + hvd.rank() + turn, device=card.DEVICE)
             hvd.allreduce_(tensor, op=hvd.Sum, name=f"any.{turn}")
@@ -130,9 +114,8 @@ def case_results_are_there_on_any_stream(hvd):
 def case_steps_follow_each_other_without_a_wait(hvd):
     """The next step's gradients are made while nobody has looked at the last step's results."""
     model = Model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), op=hvd.Sum
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), op=hvd.Sum)
     for turn in range(20):
         optimizer.zero_grad()
         if turn % 3 == 0:

@@ -31,32 +31,28 @@ def case_a_model_and_its_optimizer_are_broadcast(hvd):
     assert state["param_groups"][0]["lr"] == 0.1
     moments = [entry[key] for entry in state["state"].values() for key in ("exp_avg", "exp_avg_sq")]
     assert all(tensor.device.type == card.DEVICE.type for tensor in moments)
-    numbers = torch.cat(
-        [tensor.detach().double().cpu().reshape(-1) for tensor in [*model.state_dict().values(), *moments]]
-    )
+    tensors = [*model.state_dict().values(), *moments]
+    numbers = torch.cat([tensor.detach().double().cpu().reshape(-1) for tensor in tensors])
     everyones = hvd.allgather(numbers.view(1, -1))
     assert all(torch.equal(values, everyones[0]) for values in everyones)
     assert hvd.broadcast_object({"rank": hvd.rank(), "tensor": torch.ones(2, device=card.DEVICE)}, 0)["rank"] == 0
 
 
 def case_batch_normalisation_over_all_ranks(hvd):
-    rows = 6
+    own = slice(hvd.rank() * 6, (hvd.rank() + 1) * 6)
     plain = nn.BatchNorm2d(5).to(card.DEVICE)
     distributed = hvd.SyncBatchNorm(5).to(card.DEVICE)
     for step in range(3):
-        joined = card.random(rows * hvd.size(), 5, 4, 4, seed=step).requires_grad_()
-        part = joined.detach()[hvd.rank() * rows : (hvd.rank() + 1) * rows].clone().requires_grad_()
-        factors = card.random(rows * hvd.size(), 5, 4, 4, seed=100 + step)
+        joined = card.random(6 * hvd.size(), 5, 4, 4, seed=step).requires_grad_()
+        part = joined.detach()[own].clone().requires_grad_()
+        factors = card.random(6 * hvd.size(), 5, 4, 4, seed=100 + step)
         (plain(joined) * factors).sum().backward()
-        (distributed(part) * factors[hvd.rank() * rows : (hvd.rank() + 1) * rows]).sum().backward()
-        torch.testing.assert_close(
-            part.grad, joined.grad[hvd.rank() * rows : (hvd.rank() + 1) * rows], rtol=1e-4, atol=1e-4
-        )
+        (distributed(part) * factors[own]).sum().backward()
+        torch.testing.assert_close(part.grad, joined.grad[own], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(distributed.running_mean, plain.running_mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(distributed.running_var, plain.running_var, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        hvd.allreduce(distributed.weight.grad, op=hvd.Sum), plain.weight.grad, rtol=1e-4, atol=1e-3
-    )
+    of_weight = hvd.allreduce(distributed.weight.grad, op=hvd.Sum)
+    torch.testing.assert_close(of_weight, plain.weight.grad, rtol=1e-4, atol=1e-3)
 
 
 def case_memory_does_not_grow(hvd):
@@ -72,13 +68,8 @@ def case_memory_does_not_grow(hvd):
         optimizer.step()
         if step % 100 == 99:
             on_card = torch.cuda.memory_stats() if card.IS_GPU else {}
-            seen.append(
-                (
-                    on_card.get("allocated_bytes.all.current", 0),
-                    on_card.get("reserved_bytes.all.current", 0),
-                    process.memory_info().rss,
-                )
-            )
+            sizes = [on_card.get(f"{kind}_bytes.all.current", 0) for kind in ("allocated", "reserved")]
+            seen.append((*sizes, process.memory_info().rss))
     allocated, reserved, resident = zip(*seen, strict=True)
     assert allocated[-1] <= allocated[1], seen
     assert reserved[-1] <= reserved[1] + SETTLES_BYTES, seen

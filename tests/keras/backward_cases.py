@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shutil
 import signal
@@ -21,13 +22,16 @@ from hvdkit.engine.loop.driver import Driver
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.for_keras import TorchGradients
 from hvdkit.torch.gradients.named import NamedGradients
-from tests.keras.batches import FEATURES, batches, joined, train
-from tests.keras.models import check_close, check_same_bits
+from tests.keras.batches import FEATURES, batches, joined
+from tests.keras.checks import check_close, check_same_bits
+from tests.keras.models import gradients_of, train
 from tests.told import told
 from tests.torch.ownership_support import Passing
 
 WIDTH = 160  # a matrix of so many rows and columns is large enough for the arena
 GRADIENTS = 6
+# Gradients that travel in each backward pass: the first step agrees on the lane, and the second one is looked at.
+EARLY, LATE = [0, 0, GRADIENTS, GRADIENTS, GRADIENTS], [0] * 5
 
 
 @contextmanager
@@ -52,19 +56,19 @@ def lane_of(gradients: Any) -> Any:
     return None if routes is None or routes.planned is None else routes.planned.lane
 
 
-def layers(inside: keras.layers.Layer | None = None) -> list[keras.layers.Layer]:
-    """Return three dense layers with the same weights each time. ``inside`` comes between the second and the third."""
+def layers(inside: Callable[[], keras.layers.Layer] | None = None) -> list[keras.layers.Layer]:
+    """Return three dense layers with the same weights each time. ``inside`` makes one before the last."""
     keras.utils.set_random_seed(1)
     return [
         keras.layers.Input((FEATURES,), dtype="float64"),
         keras.layers.Dense(WIDTH, activation="tanh", dtype="float64"),
         keras.layers.Dense(WIDTH, activation="tanh", dtype="float64"),
-        *([] if inside is None else [inside]),
+        *([] if inside is None else [inside()]),
         keras.layers.Dense(1, activation="sigmoid", dtype="float64"),
     ]
 
 
-def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: keras.layers.Layer | None = None) -> Any:
+def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: Any = None) -> Any:
     """Return a model of a class with an optimizer."""
     made = kind(layers(inside))
     made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
@@ -76,192 +80,160 @@ def sgd(rate: float = 0.1) -> Any:
     return keras.optimizers.SGD(rate)
 
 
-def one_process(hvd: Any, steps: int, optimizer: Any = None, kind: Any = keras.Sequential) -> Any:
-    """Return a model that one process trained on all ranks' batches."""
-    return train(compiled(sgd() if optimizer is None else optimizer, kind), joined(hvd, steps))
-
-
 def check(hvd: Any, model: Any, alone: Any) -> None:
     """Check that all ranks hold the same bits, and those of one process but for rounding."""
     check_same_bits(hvd, model)
     check_close(model, alone)  # losses are computed in float32
 
 
+def check_training(hvd: Any, optimizer: Any, expected: list[int], alone: Any = None, **options: Any) -> Any:
+    """Check the numbers of gradients that travel in each backward pass, and that one process with ``alone`` agrees."""
+    with handed_over() as counts:
+        model = train(compiled(optimizer, **options), batches(hvd.rank(), 5))
+    assert counts == expected
+    check(hvd, model, train(compiled(sgd() if alone is None else alone, **options), joined(hvd, 5)))
+    return model
+
+
 class OwnStep(keras.Sequential):
-    """A model with a train_step of its own."""
+    """A model with a train_step of its own, which halves gradients."""
 
-    change: Callable[[list[torch.Tensor]], None] | None = None
-
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         x, y = data[:2]
         self.zero_grad()
         loss = self.optimizer.scale_loss(self.compute_loss(x, y, self(x, training=True)))
         loss.backward()
         weights = self.trainable_weights
-        if self.change is not None:
-            self.change([weight.value.grad for weight in weights])
+        for weight in weights:
+            weight.value.grad.data.mul_(0.5)
         with torch.no_grad():
             self.optimizer.apply([weight.value.grad for weight in weights], weights)
         return {"loss": loss}
 
 
-def case_gradients_travel_during_the_backward_pass_of_keras_own_step(hvd: Any) -> None:
+def case_gradients_travel_during_the_backward_pass_of_keras_own_step(hvd):
     for around in (False, True):
         optimizer = hvd.DistributedOptimizer(sgd())
-        with handed_over() as counts:
-            model = train(
-                compiled(keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer),
-                batches(hvd.rank(), 5),
-            )
-        # The first step agrees on the lane, and the second one is looked at.
-        assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
-        check(hvd, model, one_process(hvd, 5))
+        wrapped = keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer
+        model = check_training(hvd, wrapped, EARLY)
         # The gradient that is computed first travels first.
         lane = lane_of(vars(optimizer)["_hvdkit_step"]._gradients)
+        assert model.optimizer is wrapped
         assert GRADIENTS - 1 in lane.arrangement.buckets[lane.arrangement.pieces[0].bucket].slots
         assert 0 in lane.arrangement.buckets[lane.arrangement.pieces[-1].bucket].slots
 
 
-def case_a_step_of_ones_own_may_change_gradients_in_any_way(hvd: Any) -> None:
-    model = compiled(hvd.DistributedOptimizer(sgd()), OwnStep)
-    model.change = lambda gradients: [gradient.data.mul_(0.5) for gradient in gradients] and None
-    with handed_over() as counts:
-        train(model, batches(hvd.rank(), 5))
-    assert counts == [0] * 5
-    check(hvd, model, one_process(hvd, 5, sgd(0.05)))
+def case_a_step_of_ones_own_may_change_gradients_in_any_way(hvd):
+    check_training(hvd, hvd.DistributedOptimizer(sgd()), LATE, kind=OwnStep)
 
 
-def case_an_apply_that_a_user_put_on_the_optimizer_comes_first(hvd: Any) -> None:
+def case_an_apply_that_a_user_put_on_the_optimizer_comes_first(hvd):
     optimizer = hvd.DistributedOptimizer(sgd())
     apply = optimizer.apply
     optimizer.apply = lambda gradients, variables: apply([0.5 * gradient for gradient in gradients], variables)
-    with handed_over() as counts:
-        model = train(compiled(optimizer), batches(hvd.rank(), 5))
-    assert counts == [0] * 5
-    check(hvd, model, one_process(hvd, 5, sgd(0.05)))
+    check_training(hvd, optimizer, LATE, sgd(0.05))
 
 
 class Scaling(keras.optimizers.SGD):
     """An optimizer that scales losses and gradients by itself."""
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss):
         return 4.0 * super().scale_loss(loss)
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads, trainable_variables=None):
         super().apply([0.25 * grad for grad in grads], trainable_variables)
 
 
-def case_an_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
-    for around in (False, True):
-        optimizer = hvd.DistributedOptimizer(Scaling(0.1))
-        with handed_over() as counts:
-            model = train(
-                compiled(keras.optimizers.LossScaleOptimizer(optimizer, 8.0) if around else optimizer),
-                batches(hvd.rank(), 5),
-            )
-        assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
-        alone = Scaling(0.1)
-        check(hvd, model, one_process(hvd, 5, keras.optimizers.LossScaleOptimizer(alone, 8.0) if around else alone))
+def case_an_optimizer_may_scale_losses_by_itself(hvd):
+    check_training(hvd, hvd.DistributedOptimizer(Scaling(0.1)), EARLY, Scaling(0.1))
+    around = keras.optimizers.LossScaleOptimizer
+    check_training(hvd, around(hvd.DistributedOptimizer(Scaling(0.1)), 8.0), EARLY, around(Scaling(0.1), 8.0))
 
 
-def case_a_class_of_a_distributed_optimizer_may_scale_losses_by_itself(hvd: Any) -> None:
+def case_a_class_of_a_distributed_optimizer_may_scale_losses_by_itself(hvd):
     optimizer = hvd.DistributedOptimizer(sgd())
 
-    class Doubling(type(optimizer)):  # type: ignore[misc]
-        def scale_loss(self, loss: Any) -> Any:
+    class Doubling(type(optimizer)):
+        def scale_loss(self, loss):
             return 2.0 * super().scale_loss(loss)
 
     optimizer.__class__ = Doubling
-    with handed_over() as counts:
-        model = train(compiled(optimizer), batches(hvd.rank(), 5))
-    assert counts == [0] * 5  # the user's part that comes after hvdkit's is unknown
-    check(hvd, model, one_process(hvd, 5, sgd(0.2)))
+    check_training(hvd, optimizer, LATE, sgd(0.2))  # the user's part that comes after hvdkit's is unknown
 
 
 class Auxiliary(keras.Sequential):
     """A loss with a backward pass of its own, whose gradients are added."""
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         if y_pred.requires_grad:  # Keras builds a model by running this with nothing to learn
             self.optimizer.scale_loss(super().compute_loss(x, 1 - y, self(x))).backward()
         return super().compute_loss(x, y, y_pred)
 
 
-def case_a_backward_pass_in_the_loss_is_added(hvd: Any) -> None:
-    with handed_over() as counts:
-        model = train(compiled(hvd.DistributedOptimizer(sgd()), Auxiliary), batches(hvd.rank(), 5))
-    assert counts == [0, 0, GRADIENTS, GRADIENTS, GRADIENTS]
-    check(hvd, model, one_process(hvd, 5, kind=Auxiliary))
+def case_a_backward_pass_in_the_loss_is_added(hvd):
+    check_training(hvd, hvd.DistributedOptimizer(sgd()), EARLY, kind=Auxiliary)
 
 
-def case_a_hook_of_the_users_that_comes_later_is_not_raced_with(hvd: Any) -> None:
-    def halve(parameter: torch.Tensor) -> None:
-        parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
+def case_a_hook_of_the_users_that_comes_later_is_not_raced_with(hvd):
+    def halve(parameter):
+        parameter.grad.data.mul_(0.5)
 
-    model = compiled(hvd.DistributedOptimizer(sgd()))
-    with handed_over() as counts:
-        data = batches(hvd.rank(), 7)
-        train(model, data[:3])
-        hook = model.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
-        train(model, data[3:5])
+    def trained(made, data):
+        train(made, data[:3])
+        hook = made.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
+        train(made, data[3:5])
         hook.remove()
-        train(model, data[5:])
+        return train(made, data[5:])
+
+    with handed_over() as counts:
+        model = trained(compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 7))
     assert counts == [0, 0, GRADIENTS, 0, 0, GRADIENTS, GRADIENTS]
-    alone, data = compiled(sgd()), joined(hvd, 7)
-    train(alone, data[:3])
-    hook = alone.trainable_weights[2].value.register_post_accumulate_grad_hook(halve)
-    train(alone, data[3:5])
-    hook.remove()
-    check(hvd, model, train(alone, data[5:]))
+    check(hvd, model, trained(compiled(sgd()), joined(hvd, 7)))
 
 
 class Twice(keras.layers.Layer):
     """A dense layer that is run twice, each time in a backward pass inside of the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(dtype="float64")
         self.dense = keras.layers.Dense(WIDTH, activation="tanh", dtype="float64")
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         self.dense.build(shape)
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         for _ in range(2):
             x = checkpoint(self.dense, x, use_reentrant=True)
         return x
 
 
-def case_gradients_that_become_complete_twice_travel_at_the_end(hvd: Any) -> None:
-    with handed_over() as counts:
-        model = train(compiled(hvd.DistributedOptimizer(sgd()), inside=Twice()), batches(hvd.rank(), 5))
-    assert counts == [0] * 5
-    check(hvd, model, train(compiled(sgd(), inside=Twice()), joined(hvd, 5)))
+def case_gradients_that_become_complete_twice_travel_at_the_end(hvd):
+    check_training(hvd, hvd.DistributedOptimizer(sgd()), LATE, inside=Twice)
 
 
-def case_what_goes_by_name_travels_at_the_end(hvd: Any) -> None:
+def case_what_goes_by_name_travels_at_the_end(hvd):
     submitted: list[int] = []
     submit = NamedGradients._submit
 
-    def counted(self: NamedGradients, group: Any) -> None:
+    def counted(self, group):
         # In the backward pass there is no reduce() on the stack.
         submitted.append(any(frame.function == "reduce" for frame in inspect.stack(0)))
         submit(self, group)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NamedGradients, "_submit", counted)
-        model = train(compiled(hvd.DistributedOptimizer(sgd(), compression=Passing)), batches(hvd.rank(), 5))
+        check_training(hvd, hvd.DistributedOptimizer(sgd(), compression=Passing), LATE, sgd())
     assert submitted == [True] * 5 * GRADIENTS
-    check(hvd, model, one_process(hvd, 5))
 
 
-def case_passes_that_are_added_up_travel_at_the_end(hvd: Any) -> None:
+def case_passes_that_are_added_up_travel_at_the_end(hvd):
     optimizer = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
     with handed_over() as counts:
         train(compiled(optimizer), batches(hvd.rank(), 6))
     assert counts == [0, 0, 0]
 
 
-def case_two_optimizers_take_turns_on_one_model(hvd: Any) -> None:
+def case_two_optimizers_take_turns_on_one_model(hvd):
     model, alone = keras.Sequential(layers()), keras.Sequential(layers())
     optimizers = [hvd.DistributedOptimizer(sgd(rate)) for rate in (0.1, 0.01)]
     plain = [sgd(rate) for rate in (0.1, 0.01)]
@@ -276,8 +248,8 @@ def case_two_optimizers_take_turns_on_one_model(hvd: Any) -> None:
     check(hvd, model, alone)
 
 
-def case_a_loop_of_ones_own_between_steps_of_keras(hvd: Any) -> None:
-    def trained(made: Any, data: Any) -> Any:
+def case_a_loop_of_ones_own_between_steps_of_keras(hvd):
+    def trained(made, data):
         for step, (x, y) in enumerate(data):
             if step % 3 != 1:
                 made.train_on_batch(x, y)
@@ -296,7 +268,7 @@ def case_a_loop_of_ones_own_between_steps_of_keras(hvd: Any) -> None:
     check(hvd, model, trained(compiled(sgd()), joined(hvd, 6)))
 
 
-def case_a_variable_that_becomes_local_later_is_left_alone(hvd: Any) -> None:
+def case_a_variable_that_becomes_local_later_is_left_alone(hvd):
     optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=[], scale_local_gradients=False)
     model, alone, data = compiled(optimizer), compiled(sgd()), batches(hvd.rank(), 6)
     local = model.trainable_weights[2]
@@ -304,7 +276,7 @@ def case_a_variable_that_becomes_local_later_is_left_alone(hvd: Any) -> None:
         train(model, data[:3])
         for target, source in zip(alone.variables, model.variables, strict=True):
             target.assign(source.value)
-        wanted = keras.ops.convert_to_numpy(local.value) - 0.1 * local_gradient(alone, *data[3])
+        wanted = keras.ops.convert_to_numpy(local.value) - 0.1 * gradients_of(alone, *data[3])[2].numpy()
         optimizer.register_local_var(local)
         train(model, data[3:4])
         assert abs(keras.ops.convert_to_numpy(local.value) - wanted).max() < 1e-6
@@ -314,24 +286,17 @@ def case_a_variable_that_becomes_local_later_is_left_alone(hvd: Any) -> None:
     assert len({str(values) for values in hvd.allgather_object(others)}) == 1
 
 
-def local_gradient(made: Any, x: Any, y: Any) -> Any:
-    """Return the gradient of the second layer's kernel."""
-    weight = made.trainable_weights[2].value
-    loss = torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y)))
-    return torch.autograd.grad(loss, weight)[0].numpy()
-
-
 class Failing(torch.autograd.Function):
     """A function that raises in its backward pass, if ``shall`` is set."""
 
     shall = False
 
     @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(_, x):
         return x.clone()
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_, gradient):
         if Failing.shall:
             raise ArithmeticError("in the middle of a backward pass")
         return gradient
@@ -340,12 +305,12 @@ class Failing(torch.autograd.Function):
 class Breakable(keras.layers.Layer):
     """A layer that may fail, between two other layers."""
 
-    def call(self, x: Any) -> Any:
-        return Failing.apply(x)  # type: ignore[no-untyped-call]
+    def call(self, x):
+        return Failing.apply(x)
 
 
-def case_an_exception_in_a_backward_pass_is_an_error_on_all_ranks(hvd: Any) -> None:
-    model = compiled(hvd.DistributedOptimizer(sgd()), inside=Breakable(dtype="float64"))
+def case_an_exception_in_a_backward_pass_is_an_error_on_all_ranks(hvd):
+    model = compiled(hvd.DistributedOptimizer(sgd()), inside=functools.partial(Breakable, dtype="float64"))
     data = batches(hvd.rank(), 7)
     with handed_over() as counts:
         train(model, data[:3])
@@ -361,13 +326,13 @@ def case_an_exception_in_a_backward_pass_is_an_error_on_all_ranks(hvd: Any) -> N
     check_same_bits(hvd, model)
 
 
-def case_a_gradient_that_was_changed_after_all_is_an_error(hvd: Any) -> None:
+def case_a_gradient_that_was_changed_after_all_is_an_error(hvd):
     model, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 6)
     train(model, data[:3])
     weight = model.trainable_weights[2].value
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # where no hook of hvdkit's can come last
 
-    def change(*_: Any) -> None:
+    def change(*_):
         weight.grad.mul_(0.5)
 
     hook = node.register_hook(change)
@@ -392,7 +357,7 @@ def ring(_: int, frame: Any) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.01)
 
 
-def case_who_waits_for_a_late_rank_can_be_interrupted(hvd: Any) -> None:
+def case_who_waits_for_a_late_rank_can_be_interrupted(hvd):
     model, data = compiled(hvd.DistributedOptimizer(sgd())), batches(hvd.rank(), 9)
     for number, (x, y) in enumerate(data):
         if number not in (1, 5):  # before gradients travel in the backward pass, and after it

@@ -1,15 +1,19 @@
-"""Small models and data that each rank knows of all others, and how weights are compared."""
+"""Small models of Keras 3, on both of its backends, or of Keras 2."""
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import numpy as np
+from tests.keras.batches import FEATURES, joined
 
-from tests.keras.batches import FEATURES, joined, train
+IS_KERAS_2 = os.environ.get("TF_USE_LEGACY_KERAS") == "1"
+if IS_KERAS_2:
+    from tensorflow import keras
+else:
+    import keras
+TENSORFLOW = IS_KERAS_2 or keras.backend.backend() == "tensorflow"
 
 
 def model(seed: int = 1, dtype: str = "float64") -> Any:
@@ -27,28 +31,31 @@ def model(seed: int = 1, dtype: str = "float64") -> Any:
 def compiled(optimizer: Any, seed: int = 1, dtype: str = "float64", **options: Any) -> Any:
     """The model with an optimizer."""
     made = model(seed, dtype)
-    made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **options)
+    made.compile(optimizer=optimizer, loss="mse" if IS_KERAS_2 else keras.losses.MeanSquaredError(), **options)
     return made
 
 
-def numbers(variables: Sequence[Any]) -> list[Any]:
-    """The values of variables."""
-    return [keras.ops.convert_to_numpy(variable.value) for variable in variables]
-
-
-def check_close(ours: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-7) -> None:
-    """Two models have the same weights."""
-    for mine, theirs in zip(numbers(ours.variables), numbers(other.variables), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol, atol)
-
-
-def check_same_bits(hvd: Any, made: Any) -> None:
-    """All ranks have the same model and the same state of its optimizer."""
-    values = numbers([*made.variables, *made.optimizer.variables])
-    digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
-    assert len(set(hvd.allgather_object(digest))) == 1
+def train(made: Any, data: Sequence[tuple[Any, ...]]) -> Any:
+    """A step for each batch."""
+    for x, y in data:
+        made.train_on_batch(x, y)
+    return made
 
 
 def steps_of_one_process(optimizer: Any, hvd: Any, steps: int = 3) -> Any:
     """The model after one process took the steps, on all ranks' batches."""
     return train(compiled(optimizer), joined(hvd, steps))
+
+
+def gradients_of(made: Any, x: Any, y: Any) -> list[Any]:
+    """Return the gradients of the mean square error, by the backend's own means."""
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(made(x) - y))
+        return list(tape.gradient(loss, made.trainable_variables))
+    import torch
+
+    loss = torch.mean(torch.square(made(torch.as_tensor(x)) - torch.as_tensor(y)))
+    return list(torch.autograd.grad(loss, [variable.value for variable in made.trainable_variables]))

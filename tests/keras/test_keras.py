@@ -7,29 +7,23 @@ import pytest
 from tests.on_ranks import RankedCases
 from tests.ranks import TORCH
 
+RUNNER = "tests.tensorflow.runner"
 PRELOADS = {"tensorflow": ("tensorflow", "keras", "pytest", "hvdkit.keras"), "torch": (*TORCH, "keras", "hvdkit.keras")}
 RESULTS = {
     backend: RankedCases(
-        "tests.keras.cases",
-        runner="tests.keras.runner",
-        preload=preload,
-        KERAS_BACKEND=backend,
+        *("tests.keras.shared_cases", "tests.keras.cases"), runner=RUNNER, preload=preload, KERAS_BACKEND=backend
     )
     for backend, preload in PRELOADS.items()
 }
 VERIFIED = {
     backend: RankedCases(
-        "tests.keras.verification_cases",
-        runner="tests.keras.runner",
-        preload=preload,
-        KERAS_BACKEND=backend,
-        HVDKIT_VERIFY="1",
+        "tests.keras.verification_cases", runner=RUNNER, preload=preload, KERAS_BACKEND=backend, HVDKIT_VERIFY="1"
     )
     for backend, preload in PRELOADS.items()
 }
 KERAS_2 = RankedCases(
-    "tests.keras.keras2_cases",
-    runner="tests.keras.runner",
+    *("tests.keras.shared_cases", "tests.keras.keras2_cases"),
+    runner=RUNNER,
     preload=("tensorflow", "pytest", "hvdkit.tensorflow.keras"),
     KERAS_BACKEND="tensorflow",
     TF_USE_LEGACY_KERAS="1",
@@ -37,7 +31,7 @@ KERAS_2 = RankedCases(
 BACKWARD = {
     where: RankedCases(
         "tests.keras.backward_cases",
-        runner="tests.keras.runner",
+        runner=RUNNER,
         preload=PRELOADS["torch"],
         per_node=per_node,
         KERAS_BACKEND="torch",
@@ -46,37 +40,35 @@ BACKWARD = {
     for where, per_node in (("one node", None), ("two nodes", 1))
 }
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}
-ESSENTIAL = {"tensorflow": 2, "torch": 2}
 
 
 def jobs(*ranks: int) -> pytest.MarkDecorator:
-    """Each backend on these numbers of ranks; `make test` has one of each."""
+    """Each backend on these numbers of ranks; `make test` has two."""
     found = [(backend, number) for number in ranks for backend in TRANSPORTS]
-    thorough = [[] if number == ESSENTIAL[backend] else [pytest.mark.thorough] for backend, number in found]
-    values = [pytest.param(*one, marks=marks) for one, marks in zip(found, thorough, strict=True)]
+    values = [pytest.param(*job, marks=[] if job[1] == 2 else [pytest.mark.thorough]) for job in found]
     return pytest.mark.parametrize(("backend", "ranks"), values)
 
 
 @jobs(1, 2, 3)
 @pytest.mark.parametrize("case", RESULTS["torch"].names)
-def test_keras(case: str, backend: str, ranks: int) -> None:
+def test_keras(case, backend, ranks):
     RESULTS[backend].check(case, ranks, TRANSPORTS[backend])
 
 
 @pytest.mark.essential(backend="tensorflow")
 @jobs(2, 3)
 @pytest.mark.parametrize("case", VERIFIED["torch"].names)
-def test_verification(case: str, backend: str, ranks: int) -> None:
+def test_verification(case, backend, ranks):
     VERIFIED[backend].check(case, ranks, TRANSPORTS[backend])
 
 
 @pytest.mark.parametrize("case", KERAS_2.names)
-def test_keras_2(case: str) -> None:
+def test_keras_2(case):
     KERAS_2.check(case, 2, "mpi")
 
 
 @pytest.mark.essential(where="two nodes")
 @pytest.mark.parametrize("where", BACKWARD)
 @pytest.mark.parametrize("case", BACKWARD["one node"].names)
-def test_gradients_during_backward(case: str, where: str) -> None:
+def test_gradients_during_backward(case, where):
     BACKWARD[where].check(case, 2, "torch")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
-import numpy as np
 
 from hvdkit.errors import ParametersDifferError
-from tests.keras.batches import ROWS, batches, train
-from tests.keras.cases import TENSORFLOW, only_with_others
-from tests.keras.models import check_same_bits, compiled, model
+from tests.keras.batches import ROWS, batches, whole
+from tests.keras.checks import check_same_bits, only_with_others
+from tests.keras.models import TENSORFLOW, compiled, model, train
 from tests.told import told, warned
 
 
-def case_a_model_that_nobody_broadcast_is_found_by_the_third_step(hvd: Any) -> None:
+def case_a_model_that_nobody_broadcast_is_found_by_the_third_step(hvd):
     only_with_others(hvd)
     for eager in (False, True):
         ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), seed=hvd.rank(), run_eagerly=eager)
@@ -23,7 +20,7 @@ def case_a_model_that_nobody_broadcast_is_found_by_the_third_step(hvd: Any) -> N
             train(ours, batches(hvd.rank()))
 
 
-def case_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
+def case_a_broadcast_after_the_first_step_is_in_time(hvd):
     ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), seed=hvd.rank())
     train(ours, batches(hvd.rank(), 1))
     hvd.broadcast_variables(ours.variables, root_rank=0)
@@ -32,16 +29,15 @@ def case_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
     check_same_bits(hvd, ours)
 
 
-def case_fit_with_the_callback_passes(hvd: Any) -> None:
+def case_fit_with_the_callback_passes(hvd):
     for options in ({}, {"run_eagerly": True}, {"steps_per_execution": 2 if TENSORFLOW else 1}):
         ours = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), seed=hvd.rank(), **options)
-        x, y = (np.concatenate(part) for part in zip(*batches(hvd.rank(), 4), strict=True))
-        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-        ours.fit(x, y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        settings = {"callbacks": [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], "verbose": 0, "shuffle": False}
+        ours.fit(*whole(batches(hvd.rank(), 4)), batch_size=ROWS, epochs=2, **settings)
         check_same_bits(hvd, ours)
 
 
-def case_a_weight_written_on_one_rank_is_named(hvd: Any) -> None:
+def case_a_weight_written_on_one_rank_is_named(hvd):
     only_with_others(hvd)
     ours = train(compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))), batches(hvd.rank()))
     if hvd.rank() == hvd.size() - 1:
@@ -50,7 +46,7 @@ def case_a_weight_written_on_one_rank_is_named(hvd: Any) -> None:
         train(ours, batches(hvd.rank()))
 
 
-def case_local_layers_and_passes_are_none(hvd: Any) -> None:
+def case_local_layers_and_passes_are_none(hvd):
     ours = model()
     ours.layers[0].bias.assign(keras.ops.ones_like(ours.layers[0].bias) * hvd.rank())
     optimizer = hvd.PartialDistributedOptimizer(
@@ -60,7 +56,7 @@ def case_local_layers_and_passes_are_none(hvd: Any) -> None:
     train(ours, batches(hvd.rank(), 6))
 
 
-def case_a_loss_scale_leaves_steps_out(hvd: Any) -> None:
+def case_a_loss_scale_leaves_steps_out(hvd):
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**30)
     ours = compiled(hvd.DistributedOptimizer(scaled), dtype="float32")
     train(ours, batches(hvd.rank(), 4))

@@ -5,16 +5,27 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api
+
+from tests.ranks import Skip
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64)
 REDUCIBLE = (*INTEGERS, *FLOATS)
 MOVABLE = (*REDUCIBLE, tf.bool)
 SHAPES = ((), (1,), (0,), (17,), (3, 0, 2), (5, 4), (2, 3, 4, 5))
+
+
+def needs_ranks(hvd: Any, number: int = 2) -> None:
+    """Skip a case on jobs of fewer ranks."""
+    if hvd.size() < number:
+        raise Skip(f"needs {number} ranks")
 
 
 def ways(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
@@ -61,3 +72,25 @@ def check_equal(result: Any, expected: np.ndarray, dtype: Any, *what: Any) -> No
     """The result has the dtype, the shape and the values."""
     assert result.dtype == dtype, (result.dtype, dtype, *what)
     np.testing.assert_array_equal(doubles(result), expected, err_msg=str(what))
+
+
+def check_results(function: Callable[..., Any], arguments: Sequence[Any], expected: Any, rtol: float = 1e-6) -> None:
+    """The function gives this, in real or complex numbers, as it is and in a graph."""
+    for run in ways(function):
+        np.testing.assert_allclose(run(*arguments), expected, rtol)
+
+
+@contextmanager
+def left_as_written() -> Iterator[None]:
+    """AutoGraph translates functions of tests inside, and none of hvdkit."""
+    names: list[str] = []
+    translate = api._convert_actual
+
+    def noted(function: Any, context: Any) -> Any:
+        names.append(f"{function.__module__}.{function.__qualname__}")
+        return translate(function, context)
+
+    with mock.patch.object(api, "_convert_actual", noted):
+        yield
+    assert any(name.startswith("tests.") for name in names), names  # it looks where it should
+    assert not [name for name in names if name.startswith("hvdkit.")]

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.ranks import Skip
-from tests.tensorflow.gradient_cases import Model, batch, close, plain
+from tests.tensorflow.data import needs_ranks
+from tests.tensorflow.gradient_cases import Model, batch, close, plain, reducing
 
 LATE_SECONDS = 0.2
 RATE = 0.05
@@ -28,12 +28,10 @@ def train_alone(weights: Model, batches: Sequence[Sequence[Any]], size: int, fac
 
 def stepping(hvd: Any, model: Model, factor: float = 1.0, **options: Any) -> Callable[[Any], None]:
     """A function that makes a step of this rank on a batch."""
+    gradients_of = reducing(hvd, lambda inputs: factor * model.loss(inputs), model.weights, **options)
 
     def step(inputs: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = factor * model.loss(inputs)
-        gradients = hvd.DistributedGradientTape(tape, **options).gradient(loss, model.weights)
-        for variable, gradient in zip(model.weights, gradients, strict=True):
+        for variable, gradient in zip(model.weights, gradients_of(inputs), strict=True):
             variable.assign_sub(RATE * gradient)
 
     return step
@@ -56,19 +54,18 @@ def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], graph: boo
         close(model.weights, alone.weights, 1e-10)
 
 
-def case_a_rank_without_a_batch_in_the_first_epoch_joins(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("one rank has joined alone")
+def case_a_rank_without_a_batch_in_the_first_epoch_joins(hvd):
+    needs_ranks(hvd)
     for graph in (False, True):
         check_joins(hvd, lambda rank, epoch, number: rank < hvd.size() - 1 or epoch > 0, graph)
         check_joins(hvd, lambda rank, epoch, number: number < 3 - (rank + epoch) % hvd.size(), graph)
 
 
-def case_tapes_with_names_are_paired_by_them(hvd: Any) -> None:
+def case_tapes_with_names_are_paired_by_them(hvd):
     models = [Model(tf.float64) for _ in range(2)]
     errors: list[BaseException] = []
 
-    def train(index: int) -> None:
+    def train(index):
         try:
             step = stepping(hvd, models[index], 10.0**index, name=("actor", "critic")[index])
             if hvd.rank() % 2 == index:  # first steps come in another order on each rank
@@ -91,12 +88,11 @@ def case_tapes_with_names_are_paired_by_them(hvd: Any) -> None:
         close(model.weights, alone.weights, 1e-10)
 
 
-def case_tapes_of_one_name_in_two_threads_are_an_error(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("one rank reduces nothing")
+def case_tapes_of_one_name_in_two_threads_are_an_error(hvd):
+    needs_ranks(hvd)
     models, errors = [Model() for _ in range(2)], []
 
-    def ask(index: int) -> None:
+    def ask(index):
         try:
             stepping(hvd, models[index], name="model")(batch(hvd.rank()))
         except ValueError as error:

@@ -1,7 +1,11 @@
-"""What a rank of TensorFlow's tests runs. Under MPI PyTorch cannot be imported: TensorFlow's users need none."""
+"""The program of a rank of the tests of TensorFlow and of Keras, on the backend that KERAS_BACKEND names.
+
+Of TensorFlow alone PyTorch cannot be imported under MPI: its users need none.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from importlib.abc import MetaPathFinder
@@ -22,13 +26,20 @@ class WithoutTorch(MetaPathFinder):
 
 
 def main(modules: str, folder: str) -> None:
-    if os.environ["HVDKIT_TRANSPORT"] == "mpi":
+    backend = os.environ.get("KERAS_BACKEND")
+    if backend is None and os.environ["HVDKIT_TRANSPORT"] == "mpi":
         sys.meta_path[:] = [WithoutTorch(finder) for finder in sys.meta_path]
-    import tensorflow as tf
+    if backend == "torch":
+        import torch
 
-    tf.config.threading.set_inter_op_parallelism_threads(1)  # so that what blocks it shows
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    import hvdkit.tensorflow as hvd
+        torch.set_num_threads(1)
+    else:
+        import tensorflow as tf
+
+        tf.config.threading.set_inter_op_parallelism_threads(1)  # so that what blocks it shows
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+    of_keras = "tensorflow.keras" if os.environ.get("TF_USE_LEGACY_KERAS") == "1" else "keras"
+    hvd = importlib.import_module(f"hvdkit.{of_keras if backend else 'tensorflow'}")
     from tests.ranks import leave, run_cases
 
     hvd.init(process_sets="dynamic")

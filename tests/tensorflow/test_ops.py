@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -16,9 +15,7 @@ RUNNER = "tests.tensorflow.runner"
 PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")
 OPERATIONS = RankedCases("tests.tensorflow.ops_cases", "tests.tensorflow.complex_cases", runner=RUNNER, preload=PRELOAD)
 GRADIENTS = RankedCases(
-    "tests.tensorflow.batch_norm_cases",
-    "tests.tensorflow.gradient_cases",
-    "tests.tensorflow.pairing_cases",
+    *(f"tests.tensorflow.{subject}_cases" for subject in ("batch_norm", "gradient", "pairing")),
     runner=RUNNER,
     preload=PRELOAD,
 )
@@ -30,20 +27,20 @@ jobs = pytest.mark.parametrize(("ranks", "transport"), [(1, "mpi"), (2, "mpi"), 
 @pytest.mark.essential(transport="torch")
 @jobs
 @pytest.mark.parametrize("case", OPERATIONS.names)
-def test_operations(case: str, ranks: int, transport: str) -> None:
+def test_operations(case, ranks, transport):
     OPERATIONS.check(case, ranks, transport)
 
 
 @pytest.mark.essential(transport="mpi")
 @jobs
 @pytest.mark.parametrize("case", GRADIENTS.names)
-def test_gradients(case: str, ranks: int, transport: str) -> None:
+def test_gradients(case, ranks, transport):
     GRADIENTS.check(case, ranks, transport)
 
 
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.thorough)])
-def test_forked_children_end_as_python_ends(transport: str) -> None:
-    command = [sys.executable, "-m", "tests.tensorflow.forked_endings"]
+def test_forked_children_end_as_python_ends(transport):
+    command = [sys.executable, "-m", "tests.tensorflow.programs", "fork"]
     status, output = run_ranks(command, 2, transport, timeout=200, preload=PRELOAD)
     assert status == 0, output
     assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
@@ -60,15 +57,15 @@ def test_forked_children_end_as_python_ends(transport: str) -> None:
         pytest.param("killed", "torch", "eager", marks=pytest.mark.thorough),
     ],
 )
-def test_a_lost_rank_is_an_unknown_error_of_tensorflow(how: str, transport: str, way: str) -> None:
-    command = [sys.executable, "-m", "tests.tensorflow.lost_rank", how, way]
+def test_a_lost_rank_is_an_unknown_error_of_tensorflow(how, transport, way):
+    command = [sys.executable, "-m", "tests.tensorflow.programs", "lose", how, way]
     _, output = run_ranks(command, 3, transport, timeout=120, preload=PRELOAD)
     assert sorted(re.findall(r"RANK (\d) CAUGHT PeerLostError", output)) == ["0", "2"], output
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (2, "torch"), (3, "mpi")])
 @pytest.mark.parametrize("case", VERIFIED.names)
-def test_verification(case: str, ranks: int, transport: str) -> None:
+def test_verification(case, ranks, transport):
     VERIFIED.check(case, ranks, transport)
 
 
@@ -81,16 +78,10 @@ def test_verification(case: str, ranks: int, transport: str) -> None:
         "assert keras.optimizers.SGD.apply.asks_hvdkit",
         "import torch, hvdkit.torch, tensorflow, hvdkit.tensorflow as hvd; hvd.init(); "
         "assert hvdkit.torch.size() == 1; hvdkit.torch.allreduce(torch.ones(2)); hvd.allreduce(tensorflow.ones(2))",
+        "import os; os.environ['TF_USE_LEGACY_KERAS'] = '1'; import tensorflow, hvdkit.tensorflow as hvd; hvd.init(); "
+        "kinds = tensorflow.keras.optimizers; "
+        "assert kinds.Adam.apply_gradients.asks_hvdkit and kinds.legacy.Adam.apply_gradients.asks_hvdkit",
     ],
 )
-def test_frameworks_leave_each_other_alone(program: str) -> None:
+def test_frameworks_leave_each_other_alone(program):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_keras_2_is_watched_too() -> None:
-    program = (
-        "import tensorflow as tf, hvdkit.tensorflow as hvd; hvd.init(); kinds = tf.keras.optimizers; "
-        "assert kinds.Adam.apply_gradients.asks_hvdkit and kinds.legacy.Adam.apply_gradients.asks_hvdkit"
-    )
-    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)

@@ -1,7 +1,8 @@
-"""A rank leaves, or is killed, and the others catch what users of TensorFlow catch, eagerly or in a graph."""
+"""Programs of ranks: they fork children, or one of them leaves or is killed."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import tensorflow as tf
@@ -9,11 +10,27 @@ import tensorflow as tf
 import hvdkit.tensorflow as hvd
 from hvdkit.errors import PeerLostError
 from tests import measured
+from tests.forking import status_of
 from tests.told import told
 
 
-def main(how: str, way: str) -> None:
-    hvd.init()
+def fork() -> None:
+    """Fork children that end as Python ends, while the job goes on."""
+    for code in (None, 0, 3):
+        child = os.fork()
+        if child == 0:
+            if code is not None:
+                sys.exit(code)
+            return
+        status = status_of(child)
+        assert status == (code or 0), f"sys.exit({code}): {status}"
+        assert hvd.allreduce(tf.ones(3), op=hvd.Sum)[0] == hvd.size()
+    print(f"RANK {hvd.rank()} THROUGH", flush=True)
+    hvd.shutdown()
+
+
+def lose(how: str, way: str) -> None:
+    """Rank 1 leaves or is killed, and others catch what users of TensorFlow catch, eagerly or in a graph."""
 
     def operation(tensor: tf.Tensor) -> tf.Tensor:
         return hvd.allreduce(tensor, op=hvd.Sum, name="work")
@@ -38,4 +55,6 @@ def main(how: str, way: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    hvd.init()
+    hvd.allreduce(tf.ones(3))
+    {"fork": fork, "lose": lose}[sys.argv[1]](*sys.argv[2:])
