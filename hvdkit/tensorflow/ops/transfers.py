@@ -211,7 +211,10 @@ def broadcast(
     def at_root(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
         average_all = invocation.of_gradient()._replace(function="allreduce")
         (average,) = allreduce_dense(average_all, gradients, ReduceRequest(ReduceOp.AVERAGE))
-        return [average if runtime.topology().rank == root_rank else tf.zeros_like(average)]
+        if runtime.topology().rank == root_rank:
+            return [average]
+        with tf.control_dependencies([average]):  # else a graph leaves it out, for which the other ranks wait
+            return [tf.zeros_like(average)]
 
     return differentiable([dense], lambda tensors: _broadcast(invocation, tensors, root_rank), at_root)[0]
 
