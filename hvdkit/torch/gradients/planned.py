@@ -13,7 +13,6 @@ import torch
 from hvdkit.arena import ARENA
 from hvdkit.engine.steps.arrangement import UNSEEN
 from hvdkit.engine.steps.offers import FILLED, Offer
-from hvdkit.torch.gradients.half_summed import mark_half_summed
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import (
     TOO_WIDE,
@@ -28,7 +27,7 @@ from hvdkit.torch.gradients.layout import (
     storage_of,
     tensor_on,
 )
-from hvdkit.torch.gradients.watch import Watched, changed_since, is_moved, raise_if_changed, watch
+from hvdkit.torch.gradients.watch import Watched, changed_since, is_moved, mark_half_summed, raise_if_changed, watch
 
 
 class PlannedGradients:

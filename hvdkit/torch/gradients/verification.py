@@ -49,8 +49,7 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return 64 bits for a tensor's values, of dimension 0, on its device. The host does not wait.
 
     The hash is the sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its
-    offset, so that a change of one element is always seen; chunks are folded by Horner's rule. It differs from the hash
-    of ``kernels.checksum``.
+    offset, so that a change of one element is always seen; chunks are folded by Horner's rule.
     """
     flat = _flat(tensor)
     words = flat.view(_WORDS[flat.element_size()])
@@ -78,7 +77,6 @@ def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
 
 
 def _sketch_of(tensor: torch.Tensor) -> Array:
-    """Return the sketch of a tensor's values, which are copied from a device in parts."""
     flat = _flat(tensor)
     return sketch(flat.numel(), lambda begin, end: flat[begin:end].to("cpu", torch.float64).numpy())
 
@@ -103,11 +101,11 @@ class OptimizerVerification(Verification):
         self._sparse: Collection[int] = ()  # ids
         self._joins = self._count = 0  # updates that Adasum combined, since the last join
 
-    def attach_to(self, engine: Any, planned: Any, sparse: Collection[int]) -> None:
-        """Use routes that were agreed on: ``planned`` are the gradients with a lane, ``sparse`` ids of parameters."""
+    def attach_to(self, engine: Any, lane: Any, sparse: Collection[int]) -> None:
+        """Compare parameters with the steps of ``lane``, if there is one. ``sparse``: ids of parameters."""
         self._sparse = sparse
-        if planned is not None:
-            self.attach(planned.lane, engine)
+        if lane is not None:
+            self.attach(lane, engine)
 
     @_disable_dynamo
     def updated(self, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
