@@ -77,16 +77,12 @@ class Abandonment:
             self._used = step
             ranks = self._ranks.pop(step, set())
         if ranks:
-            self.fail(ranks)
+            self.refuse(ranks)
 
-    def refuse(self) -> None:
-        """Raise the error of this step, which other ranks abandoned and this rank wants to use."""
-        self.fail(self._ranks[self._lane.steps])
-
-    def fail(self, ranks: Collection[int]) -> None:
-        """Raise the lane's error, after no piece is in the middle of a sum, and fail the lane on ``ranks``."""
-        with self._lane.lanes.driver.halted(ROUND_SECONDS):
-            raise self._fail(ranks)
+    def refuse(self, ranks: Collection[int] = ()) -> None:
+        """Raise the error of a step that ``ranks`` abandoned and this rank uses; by default of the present step."""
+        with self._lane.lanes.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
+            raise self._fail(ranks or self._ranks[self._lane.steps])
 
     # -- the engine's driver ------------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from hvdkit.compression import Tally
-from hvdkit.engine.steps.arrangement import Arrangement
-from hvdkit.engine.steps.plan import Plan
+from hvdkit.engine.steps.plan import Arrangement, Plan
 from hvdkit.engine.steps.reducer import ReadyAt, Reducer
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.engine.telemetry.compression_report import timeline_fields
@@ -38,8 +37,7 @@ class LaneRecords:
 
     def copied(self, slots: Sequence[int], started: float) -> None:
         """Record that gradients were copied into their slots between ``started`` (perf_counter) and now."""
-        timeline = self._telemetry.timeline
-        if timeline is None:
+        if (timeline := self._telemetry.timeline) is None:
             return
         ended, names = perf_counter(), defaultdict[str, list[str]](list)
         for slot in slots:
@@ -72,8 +70,7 @@ class LaneRecords:
 
     def awaited(self, started: float) -> None:
         """Record that the training thread waited for gradients since ``started`` (perf_counter)."""
-        timeline = self._telemetry.timeline
-        if timeline is not None:
+        if (timeline := self._telemetry.timeline) is not None:
             timeline.span(COMPUTATION, "WAIT_FOR_GRADIENTS", started, perf_counter(), of=self._plan.name)
 
     def step_ended(self, number: int) -> None:
@@ -102,12 +99,6 @@ class LaneRecords:
         first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"optimizer '{self._plan.name}', operation {index} of {len(self._now.pieces)} ({first})"
 
-    def summary(self, index: int) -> str:
-        """Return the name of a piece, for messages."""
-        piece = self._now.pieces[index]
-        part = f"part {piece.part} of " if piece.parts > 1 else ""
-        return f"{part}bucket {piece.bucket} of {self._plan.name}"
-
     def _waited(self, bucket: int) -> None:
         """Record the end of a bucket's wait for its turn, if it waited."""
         since, timeline = self._complete.pop(bucket, None), self._telemetry.timeline
@@ -132,8 +123,7 @@ class PieceRecord:
 
     def begin(self, ready_at: ReadyAt | None) -> None:
         """Record the end of the wait for other ranks, and that the reduction begins; see ``Reducer.reduce``."""
-        timeline = self._telemetry.timeline
-        if timeline is None:
+        if (timeline := self._telemetry.timeline) is None:
             return
         if ready_at is not None and (last := last_of(ready_at())) is not None:
             timeline.span(self._row, last.activity, self._started, perf_counter(), **last.fields)

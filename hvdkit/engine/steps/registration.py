@@ -15,10 +15,8 @@ from hvdkit.config import Settings
 from hvdkit.engine.loop.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.ranks.assignments import LANES
-from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
-from hvdkit.engine.steps.copied_reducer import CopiedReducer
-from hvdkit.engine.steps.device_reducer import DeviceReducer, stays_on_device
+from hvdkit.engine.steps.device_reducer import CopiedReducer, DeviceReducer, stays_on_device
 from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
@@ -46,13 +44,6 @@ NO_NUMBER = (
 )
 
 
-def lane_device(groups: Groups, topology: Topology, device: str, codecs: Sequence[Codec], process_set_id: int) -> str:
-    """Return ``device`` if all codecs can work there, else HOST."""
-    members = groups.group(process_set_id).members
-    encodes = device.partition(":")[0] not in groups.transport.host_types
-    return device if stays_on_device(codecs, topology.nodes, members, encodes) else HOST
-
-
 def idle_codecs(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], group: Group) -> list[str]:
     """Return the names of codecs that encode nothing, since these ranks sum in the memory of one node.
 
@@ -70,7 +61,8 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
     """
     groups, reduction = named.groups, plan.reduction
     transport, group = groups.transport, groups.group(plan.process_set_id)
-    device = lane_device(groups, topology, plan.device, reduction.codecs, plan.process_set_id)
+    encodes = plan.device.partition(":")[0] not in transport.host_types
+    device = plan.device if stays_on_device(reduction.codecs, topology.nodes, group.members, encodes) else HOST
     device_type = device.partition(":")[0]
     summaries = [codec.summary for codec in reduction.codecs]
     signature = {
@@ -87,9 +79,8 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
     lane_id, number = agreed
     if number is None:
         raise HorovodInternalError(NO_NUMBER.format(name=plan.name, rank=topology.describe(topology.rank), count=LANES))
-    collectives = None
-    if device_type in transport.device_types:
-        collectives = transport.collectives_for(device, group.members, f"lane{lane_id}")
+    is_served = device_type in transport.device_types
+    collectives = transport.collectives_for(device, group.members, f"lane{lane_id}") if is_served else None
     reducer: Reducer
     if collectives is not None:
         reducer = DeviceReducer(group, reduction, collectives, plan.slots, topology.nodes)

@@ -18,7 +18,7 @@ from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.engine.steps.registration import HOST
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.gradients.layout import Kinds, can_be_planned, declared_dtypes, gradient_dtypes, slot_of
+from hvdkit.torch.gradients.layout import Kinds, can_be_planned, declared_dtypes, gradient_dtype, slot_of
 from hvdkit.torch.gradients.named import NamedGradients
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.watch import Watched
@@ -63,7 +63,7 @@ def agree_on_kinds(
         if (gradient := parameter.grad) is not None
         and (gradient.is_sparse or getattr(parameter, "grad_dtype", parameter.dtype) is None)
     ]
-    dtypes = dict(zip(map(id, parameters), gradient_dtypes(parameters), strict=True))
+    dtypes = {id(parameter): gradient_dtype(parameter) for parameter in parameters}
     sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
     open_dtypes: dict[int, torch.dtype] = {}
     is_complete, rows_by_rank = engine.named.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
@@ -97,7 +97,7 @@ class Agreement:
         self.ids = list(parameters)
         self.engine = engine
         self._settings = settings
-        self._dtypes, self._declared = gradient_dtypes(members), list(map(declared_dtypes, members))
+        self._dtypes, self._declared = list(map(gradient_dtype, members)), list(map(declared_dtypes, members))
         self._epoch = engine.groups.plan_epoch
         process_set_id = check_registered(settings.title, settings.process_set)
         assert settings.pairing is not None, "an optimizer is kept"
@@ -127,8 +127,8 @@ class Agreement:
     def changed(self, parameters: dict[int, torch.Tensor]) -> list[int]:
         """Return the ids of parameters whose gradients have another dtype than ranks agreed on."""
         agreed = dict(zip(self.ids, self._dtypes, strict=True))
-        dtypes = zip(parameters, gradient_dtypes(parameters.values()), strict=True)
-        return [key for key, dtype in dtypes if agreed.get(key, dtype) is not dtype]
+        dtypes = {key: gradient_dtype(parameter) for key, parameter in parameters.items()}
+        return [key for key, dtype in dtypes.items() if agreed.get(key, dtype) is not dtype]
 
     def leave_out(self, ids: Collection[int]) -> None:
         """Do not reduce these parameters in this step, the last step of this agreement, on all ranks alike."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hvdkit.arena import ARENA
-from hvdkit.engine.steps.arrangement import UNSEEN
 from hvdkit.engine.steps.offers import FILLED, Offer
+from hvdkit.engine.steps.plan import UNSEEN
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import (
     TOO_WIDE,
@@ -35,8 +35,7 @@ class PlannedGradients:
 
     After a step, the tensor that ``p.grad`` was at the end of backward() holds the result. A large gradient is reduced
     where it lies if no other tensor has its storage. Small gradients, and gradients on another device or of another
-    dtype or layout than their slot's, are copied, and the results are written back. ``device``: that of the lane's
-    memory.
+    dtype or layout than their slot's, are copied, and the results are written back. The lane's memory is on ``device``.
     """
 
     def __init__(self, lane: Any, parameters: Sequence[torch.Tensor], kinds: Kinds, device: torch.device) -> None:
@@ -94,23 +93,22 @@ class PlannedGradients:
                 return  # check_unchanged() raises
         elif gradient is not None:
             self._watched[i] = watch(gradient)
-        if may_grow and self.lane.is_ready(i):
+        if may_grow and i in self.lane.step.ready:
             raise AssertionError(COMPUTED_AGAIN.format(name=self.lane.slots[i].name))
         if self._hands_over_late or may_grow:
             self.lane.step.begun = True
             self._waiting[i] = perf_counter() if since is None else since
-            return
-        is_large = i not in self._small and not self.lane.on_device
-        if (
+        elif (
             gradient is not None
-            and is_large
+            and i not in self._small
+            and not self.lane.on_device
             and not ARENA.contains(gradient.data_ptr())
             and can_be_reduced_in_place(gradient, self._forms[i])
         ):
             # Now it would be reduced in memory that share_memory_() may free.
             self._waiting[i] = perf_counter() if since is None else since
         else:
-            self.lane.ready(i, self._offers((i,), (gradient,))[0], since)
+            self.lane.ready_all((i,), self._offers((i,), (gradient,)), (since,))
 
     def _fits_dtype(self, i: int, gradient: torch.Tensor) -> bool:
         """True if the slot holds a gradient of this dtype; False if its parameter's dtype was changed on all ranks.
@@ -151,38 +149,30 @@ class PlannedGradients:
         return offers
 
     def _copy(self, i: int, gradient: torch.Tensor | None) -> Offer:
-        started, small = perf_counter(), self._small.get(i)
-        if small is None:
-            copy = self._copies[i] = self._copied(i, gradient)
+        """Copy a gradient, zeros if it is None, in the layout of its slot."""
+        started, offer, copy = perf_counter(), FILLED, self._small.get(i)
+        if copy is None:
+            like = self._like[i]
+            with ARENA.serving():
+                copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
+            self._copies[i] = copy
             offer = Offer(copy.data_ptr(), partial(self._flatten, copy.data))
+        if gradient is None:
+            copy.zero_()
         else:
-            offer = FILLED
-            if gradient is None:
-                small.zero_()
-            else:
-                small.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            copy.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         self.lane.records.copied([i], started)
         return offer
 
-    def _copied(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of a gradient, zeros if it is None, in the layout of its slot."""
-        like = self._like[i]
-        with ARENA.serving():
-            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
-        return copy.zero_() if gradient is None else copy.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-
     def check_unchanged(self, name_of: Any) -> None:
         """Raise AssertionError if a gradient was changed or replaced while it was being reduced."""
-        changed = changed_since(self._watched, self.parameters)
-        if self._in_place:
-            changed += self._aliases_in_flight()
+        parameters = self.parameters
+        changed = changed_since(self._watched, parameters)
+        if self._in_place:  # no gradient that is not handed over yet may share the storage of one that is being reduced
+            in_flight = {storage_of(parameters[i].grad) for i in self._in_place.values()} - {None}
+            changed += [i for i in self.lane.unready_slots() if storage_of(parameters[i].grad) in in_flight]
         if changed:
-            raise_if_changed([self.parameters[i] for i in changed], name_of)
-
-    def _aliases_in_flight(self) -> list[int]:
-        """Return slots not handed over yet whose gradients share the storage of a gradient that is being reduced."""
-        in_flight = {storage_of(self.parameters[i].grad) for i in self._in_place.values()} - {None}
-        return [i for i in self.lane.unready_slots() if storage_of(self.parameters[i].grad) in in_flight]
+            raise_if_changed([parameters[i] for i in changed], name_of)
 
     def finish(self) -> None:
         """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros."""

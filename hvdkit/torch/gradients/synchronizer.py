@@ -15,23 +15,14 @@ from torch._compile import _disable_dynamo
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
-from hvdkit.torch.gradients import compression_state
+from hvdkit.torch.gradients import compression_state, watch
 from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
 from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned
 from hvdkit.torch.gradients.names import default_names, parameters_of
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.verification import OptimizerVerification
-from hvdkit.torch.gradients.watch import (
-    HALF_SUMMED,
-    HALF_SUMMED_MARKS,
-    STEP_FAILED,
-    Watched,
-    changed_since,
-    is_half_summed,
-    raise_if_changed,
-    watch,
-)
+from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched, changed_since, raise_if_changed
 from hvdkit.torch.phases import follow
 
 INTERRUPTED = (
@@ -47,8 +38,8 @@ SUPERSEDED = (
 class GradientSynchronizer:
     """The reduction of the gradients of ``optimizer``'s parameters, as they become complete or all together.
 
-    The ranks agree on parameters when a step is completed, never inside backward(): there all ranks are at the same
-    line of the program, and a rank without gradients comes there too. So the first step has no overlap.
+    Ranks agree on parameters when a step is completed: there all are at the same line of the program, also those
+    without gradients. So the first step has no overlap.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
@@ -92,12 +83,7 @@ class GradientSynchronizer:
         return {id(member): member for member in members if member.requires_grad or id(member) in complete}
 
     def bind(self) -> bool:
-        """Prepare a step in the present job. Return True if there are other ranks to reduce with.
-
-        Raises:
-            ValueError: a later optimizer has the parameters.
-            HorovodInternalError: hvd.shutdown() ended a step.
-        """
+        """Prepare a step in the present job. Return True if there are other ranks to reduce with."""
         if self.hooks.superseded:
             raise ValueError(SUPERSEDED)
         engine = runtime.engine()
@@ -109,22 +95,21 @@ class GradientSynchronizer:
     def _bind_to(self, engine: Any) -> None:
         """Use this engine: a new one after shutdown() and init(), perhaps with another number of ranks."""
         self._engine, self._lane_error = engine, None
-        planned = self._planned
-        interrupted = planned is not None and planned.lane.in_flight
+        is_interrupted = self._planned is not None and self._planned.lane.in_flight
         self._drop_agreement()
-        process_set = self.settings.process_set
-        self._distributed = process_set.included() and process_set.size() > 1
+        is_included = self.settings.process_set.included()
+        self._distributed = is_included and self.settings.process_set.size() > 1
         if self._distributed:
             self._attach(self.trainable())
         else:
             self._start_step()
             ARENA.remove_sizes(self._served)
             self._served = []
-            if process_set.included():  # errors of several ranks are raised on one rank too
+            if is_included:  # errors of several ranks are raised on one rank too
                 self.hooks.attach_all(self.trainable())
             else:
                 self.hooks.detach()
-        if interrupted:
+        if is_interrupted:
             self._start_step()
             raise HorovodInternalError(INTERRUPTED)
 
@@ -164,11 +149,10 @@ class GradientSynchronizer:
         agreement = self._agreement
         if not self._has_begun:
             self._has_begun = True
-            is_current = self._engine is not None and runtime.current() is self._engine
-            self._agrees_anew = agreement is None or not is_current or agreement.is_outdated()
+            self._agrees_anew = agreement is None or runtime.current() is not self._engine or agreement.is_outdated()
         key = id(parameter)
         if agreement is None or self._agrees_anew:
-            watched = None if parameter.grad is None else watch(parameter.grad)
+            watched = None if parameter.grad is None else watch.watch(parameter.grad)
             self._waiting[key] = parameter, perf_counter(), watched
         elif agreement.planned is not None and key in agreement.planned.index:
             agreement.planned.hand_over(agreement.planned.index[key], may_grow=key in self.hooks.reentered)
@@ -179,8 +163,7 @@ class GradientSynchronizer:
     def synchronize(self, updates: bool = False) -> None:
         """Wait until all gradients are reduced. Collective: every rank does it once a step.
 
-        ``updates``: the optimizer's update follows at once. Raises ParametersDifferError on all ranks if their
-        parameters differed after the last update.
+        ``updates``: the optimizer's update follows at once. Raises ParametersDifferError if ranks' parameters differed.
         """
         if self.settings.pairing is not None:
             self.settings.pairing.check()
@@ -205,9 +188,9 @@ class GradientSynchronizer:
     def check_cleared(self) -> None:
         """Raise ValueError for a gradient that a failed step left half summed."""
         for parameter in self.trainable().values() if HALF_SUMMED_MARKS else ():
-            if is_half_summed(parameter.grad):
+            if watch.is_half_summed(parameter.grad):
                 self.abandon()  # gradients added to half sums are of no use either, and may be cleared
-                raise ValueError(HALF_SUMMED.format(name=self.name_of(parameter)))
+                raise ValueError(watch.HALF_SUMMED.format(name=self.name_of(parameter)))
 
     def _finish_step(self) -> None:
         trainable = self.trainable()
@@ -255,8 +238,8 @@ class GradientSynchronizer:
     def abandon(self, has_raised: bool = False) -> None:
         """Forget a step that is half done. All ranks fail if another rank uses its results.
 
-        ``has_raised``: an exception ended the step on this rank, which goes on at once. Otherwise this method waits
-        until the other ranks have abandoned the step or used it; if one has used it, the next step raises its error.
+        ``has_raised``: an exception ended the step on this rank, which goes on at once. Otherwise wait until the others
+        have abandoned the step or used it; if a rank has used it, the next step raises its error.
         """
         self._start_step()
         self.forget_synchronized()

@@ -142,7 +142,7 @@ def _allreduced(gradients: GradientSynchronizer, tensor: torch.Tensor, what: str
 
 @functools.cache
 def guard_scalers() -> None:
-    """Have GradScaler's ``step`` and ``unscale_``, which read gradients, respect distributed optimizers. Once a process.
+    """Wrap GradScaler's ``step`` and ``unscale_``, which read gradients, for distributed optimizers. Once a process.
 
     ``step`` synchronises the gradients, unless the user has done so. ``unscale_`` raises AssertionError while they are
     being reduced: it leaves their version counters as they are, so a later look could not find the change.
@@ -160,9 +160,9 @@ def guard_scalers() -> None:
     @functools.wraps(plain_unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
         synchronizer = getattr(optimizer, "_synchronizer", None)
-        if synchronizer is not None and self.is_enabled() and synchronizer.in_flight:
-            if synchronizer.settings.op is not ReduceOp.ADASUM:  # whose gradients stay their rank's
-                raise AssertionError(UNSCALED_IN_FLIGHT)
+        is_adasum = isinstance(synchronizer, AdasumSynchronizer)  # gradients stay their rank's
+        if synchronizer is not None and not is_adasum and self.is_enabled() and synchronizer.in_flight:
+            raise AssertionError(UNSCALED_IN_FLIGHT)
         plain_unscale(self, optimizer)
 
     scaler.step, scaler.unscale_ = step, unscale_
