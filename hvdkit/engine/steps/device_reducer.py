@@ -170,18 +170,9 @@ class DeviceReducer(Reducer):
         sent = (size - 1 if way == "gather" else 2 * (size - 1) / size) * codec.sent_bytes(memory.elements, memory)
         memory.tally.bytes_before += two_phase_bytes(buffer.nbytes, size)
         memory.tally.bytes_after += sent
+        kept, prescale = self._kept[bucket], self._reduction.prescale
         transfer = self._collectives.allreduce_encoded(
-            buffer,
-            parts,
-            self._reduction.prescale,
-            scale,
-            codec,
-            way,
-            self._kept[bucket],
-            memory.matrices(),
-            memory.turn,
-            marks,
-            debtors,
+            buffer, parts, prescale, scale, codec, way, kept, memory.matrices(), memory.turn, marks, debtors
         )
         memory.keep(TURN, memory.turn + 1)
         self._group.bytes_sent += int(sent)

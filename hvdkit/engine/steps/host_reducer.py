@@ -31,8 +31,6 @@ class PieceWork(NamedTuple):
 
     piece: Piece
     bucket: Bucket
-    op: ReduceOp
-    scale: Scale
     codec: Codec
     state: CodecState
     number: int
@@ -151,19 +149,19 @@ class HostReducer(Reducer):
         number, self._number = self._number, self._number + 1
         bucket = self.arrangement.buckets[piece.bucket]
         offers = None if joined else self._offers  # end_step() makes a new list, so these stay
-        op, scale = self._effective
         codec = self._reduction.codecs[bucket.codec]
         state = self.residuals.of_piece(piece) if codec.lossy else NOTHING_KEPT
         self.residuals.is_in_use = True
-        return self._steps(PieceWork(piece, bucket, op, scale, codec, state, number, tag), offers, joined, on_begin)
+        return self._steps(PieceWork(piece, bucket, codec, state, number, tag), offers, joined, on_begin)
 
     def _steps(
         self, work: PieceWork, offers: Sequence[Offer | None] | None, joined: bool, on_begin: OnBegin
     ) -> Steps[None]:
-        piece, bucket, number, node, chunks = work.piece, work.bucket, work.number, self._node, self._chunks
+        piece, bucket, codec, _, number, _ = work
+        node, chunks, (op, scale) = self._node, self._chunks, self._effective
         layout = self._layouts.get(piece) or self._layout_of(piece, bucket)
         runs = layout.runs
-        is_flat = node is None or work.codec.everywhere
+        is_flat = node is None or codec.everywhere
         prepares = self._reduction.prescale != 1.0 or self.residuals.owes(piece.bucket)
         # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
         parts = with_offers(runs, offers) if is_flat or prepares else []
@@ -189,11 +187,11 @@ class HostReducer(Reducer):
         if len(self.layout.nodes) == 1:
             begin, end = layout.shares[node.me]
             share = piece.begin + begin, piece.begin + end
-            node.run(Direction.ALL, bucket.slots, bucket.offsets, share, work.op, work.scale, absent)
+            node.run(Direction.ALL, bucket.slots, bucket.offsets, share, op, scale, absent)
             if waits := node.withdrawn(number):
                 yield waits
             if in_chunks:
-                yield from chunks.run(0, Mode.ALLREDUCE, number, in_chunks, work.op, work.scale)
+                yield from chunks.run(0, Mode.ALLREDUCE, number, in_chunks, op, scale)
                 chunks.leave(number, 1)
             else:
                 chunks.leave(number, 0, 1)
@@ -230,7 +228,8 @@ class HostReducer(Reducer):
 
     def _reduce_flat(self, work: PieceWork, parts: Sequence[Part]) -> Steps[None]:
         """Reduce a piece as one flat array: a tensor's own memory if the piece is all of that, else a copy."""
-        piece, bucket, op, scale, codec, state, _, tag = work
+        piece, bucket, codec, state, _, tag = work
+        op, scale = self._effective
         elements = piece.end - piece.begin
         own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None
         scratch = SCRATCH.take(0 if own is not None else elements * bucket.dtype.itemsize)
@@ -262,7 +261,8 @@ class HostReducer(Reducer):
     ) -> Steps[None]:
         """Sum a piece over nodes: this rank's share of it in one flat array."""
         assert self.layout is not None
-        piece, bucket, op, scale, codec, state, number, tag = work
+        piece, bucket, codec, state, number, tag = work
+        op, scale = self._effective
         begin, end = shares[node.me]
         nbytes = (end - begin) * bucket.dtype.itemsize
         scratch = SCRATCH.take(nbytes)

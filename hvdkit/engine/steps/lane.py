@@ -56,7 +56,9 @@ class Lane:
         self._is_lossy: list[bool] = []  # by piece
         self.arrangement = self._arrange()
         self._verifies_at = self.verification.next_due(1)  # the step, from 1, at whose end parameters are compared next
-        self.verifies, self.step = self._new_step()
+        self.verifies: bool  # this step
+        self.step: LaneStep
+        self._new_step()
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -185,12 +187,12 @@ class Lane:
         """Start the next operation of this step; with zeros, as a rank that has joined does."""
         step, sequence = self.step, self.sequence
         index, self.sequence = step.start(sequence), sequence + 1
-        tag, started, record = lane_tag(self._number, sequence), perf_counter(), None
+        tag, started, on_begin = lane_tag(self._number, sequence), perf_counter(), None
         if index < len(step.pieces):
             piece = step.pieces[index]
             marks = [self.reducer.mark()] if joined else step.marks.get(piece.bucket, ())
-            record = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
-            steps = self.reducer.reduce(piece, joined, marks, tag, None if record is None else record.begin)
+            on_begin = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
+            steps = self.reducer.reduce(piece, joined, marks, tag, on_begin)
             what = self._titles[index]
         elif self.steps == 0 and index == len(step.pieces):
             steps, what = self._observation.exchange(tag, joined), f"the gradient order of {self.name}"
@@ -202,8 +204,8 @@ class Lane:
             del step.in_flight[sequence], self._running[sequence]
             self.moved_at = monotonic()
             if index < len(step.pieces):
-                if record is not None or self._is_lossy[index]:
-                    self.records.reduced(index, record)
+                if on_begin is not None or self._is_lossy[index]:
+                    self.records.reduced(index)
                 self.lanes.telemetry.statistics.reduced(self.arrangement.nbytes[index], perf_counter() - started)
             step.completed += 1  # from here on the training thread may begin the next step
             if self.closed and not step.in_flight:
@@ -247,13 +249,11 @@ class Lane:
         self.reducer.lay_out(arrangement)
         return arrangement
 
-    def _new_step(self) -> tuple[bool, LaneStep]:
-        """Return True if the next step verifies parameters, and the step."""
-        verifies = self.steps + 1 == self._verifies_at
-        if verifies:
+    def _new_step(self) -> None:
+        self.verifies = self.steps + 1 == self._verifies_at
+        if self.verifies:
             self._verifies_at = self.verification.next_due(self.steps + 2)
-        exchanges = int(self.steps == 0) + int(verifies)
-        return verifies, LaneStep(self.arrangement, self._sizes.in_flight, exchanges)
+        self.step = LaneStep(self.arrangement, self._sizes.in_flight, int(self.steps == 0) + int(self.verifies))
 
     def _end_step(self) -> None:
         """Begin the next step; after the first one in the order that rank 0 observed."""
@@ -262,4 +262,4 @@ class Lane:
         self.records.step_ended(self.steps)
         if self.steps == 1:
             self.arrangement = self._arrange()
-        self.verifies, self.step = self._new_step()
+        self._new_step()

@@ -92,7 +92,7 @@ class Lanes(dict[int, "Lane"]):
         """Have the driver drop operations that may never end, because their lane failed."""
 
         def drop() -> None:
-            dropped = set(operations)
+            dropped = set(operations)  # now: the driver alone changes them
             self._operations[:] = [operation for operation in self._operations if operation not in dropped]
 
         self.driver.defer(drop)
@@ -104,8 +104,7 @@ class Lanes(dict[int, "Lane"]):
 
     def lane_failed(self, message: LaneFailed) -> None:
         """Act on the word of another rank that a lane has failed."""
-        lane = self.find(message.lane)
-        if lane is not None:
+        if (lane := self.find(message.lane)) is not None:
             lane.fail(MismatchError(message.text))
 
     def abandoned(self, sender: int, message: Abandoned, has_joined: bool) -> None:

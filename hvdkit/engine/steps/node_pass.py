@@ -62,20 +62,14 @@ class CellWait:
 
 
 class NodePass:
-    """The window of a lane, shared by ``members`` of a node. ``holds_all``: large gradients have a place there too."""
+    """The window of a lane, for the ranks of ``staging``. ``holds_all``: large gradients have a place there too."""
 
     def __init__(
-        self,
-        transport: NodeTransport,
-        members: Sequence[int],
-        segment: int,
-        slots: Sequence[Slot],
-        spin_seconds: float,
-        holds_all: bool = False,
+        self, transport: NodeTransport, segment: int, slots: Sequence[Slot], staging: Staging, holds_all: bool
     ) -> None:
         from hvdkit.kernels._native import Cells, InPlace
 
-        self.members = list(members)
+        self.members = list(staging.members)
         self.under_way: set[int] = set()  # operations that this rank is ready for and not through with
         self._withdrawn = False
         self.me = self.members.index(transport.rank)
@@ -103,7 +97,7 @@ class NodePass:
             transport.arenas_of(self.members),
         )  # fmt: skip
         wakeups = transport.wakeups_of(self.members)
-        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, spin_seconds)
+        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, staging.spin_seconds)
         # offer(slot, where, offset): this rank's gradient of a large slot lies there, at an offset of its arena.
         self.offer = self._in_place.offer
         window: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)
@@ -205,7 +199,7 @@ class NodePass:
 
 
 class Order:
-    """An order in which operations pass by their numbers; most operations leave at once."""
+    """An order in which operations pass by their numbers."""
 
     def __init__(self) -> None:
         self.passed = 0  # all operations with lower numbers are through
@@ -293,7 +287,7 @@ def node_pass(
     here, transport = None, cast("NodeTransport", group.transport)
     try:
         segment = lane_segment(lane_id)
-        here = NodePass(transport, staging.members, segment, slots, staging.spin_seconds, holds_all)
+        here = NodePass(transport, segment, slots, staging, holds_all)
         here.populate()
     except OSError as error:
         if here is not None:

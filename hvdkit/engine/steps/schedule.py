@@ -148,11 +148,7 @@ def cut(elements: Sequence[int], itemsizes: Sequence[int], largest: Sequence[int
 
 
 def send_order(
-    pieces: Sequence[Piece],
-    ready_at: Sequence[float],
-    needed: Sequence[int],
-    nbytes: Sequence[int],
-    network: Network,
+    pieces: Sequence[Piece], ready_at: Sequence[float], needed: Sequence[int], nbytes: Sequence[int], network: Network
 ) -> tuple[list[int], list[str]]:
     """Return the order in which pieces travel, and the reason for the place of each.
 

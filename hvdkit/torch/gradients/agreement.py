@@ -170,9 +170,9 @@ class Agreement:
         if self.named.parameters:
             self.named.finish()
 
-    def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf) -> None:
-        """Reduce gradients that were computed before this agreement, one by one."""
-        self._by_name(list(parameters), name_of, "newcomer.").finish()
+    def finish_newcomers(self, parameters: list[torch.Tensor], name_of: NameOf) -> None:
+        """Reduce gradients that were computed before this agreement, each by itself."""
+        self._by_name(parameters, name_of, "newcomer.").finish()
 
     def _by_name(self, parameters: list[torch.Tensor], name_of: NameOf, prefix: str = "") -> NamedGradients:
         names = {id(parameter): f"{self._title}.{prefix}{name_of(parameter)}" for parameter in parameters}

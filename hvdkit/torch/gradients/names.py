@@ -50,7 +50,8 @@ def check_names(
         raise TypeError(NO_PAIRS.format(got=f"{named_parameters!r}"))
     pairs = list(named_parameters)
     for index, pair in enumerate(pairs):
-        if not _is_named_parameter(pair):
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
             raise ValueError(NO_PAIRS.format(got=f"{_brief(pair)} at index {index}"))
     if duplicates := find_duplicates(name for name, _ in pairs):
         raise ValueError(
@@ -66,10 +67,6 @@ def check_names(
             "HINT: name every parameter of the optimizer, or pass named_parameters=None."
         )
     return pairs
-
-
-def _is_named_parameter(pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
 
 
 def _brief(value: Any) -> str:

@@ -81,10 +81,6 @@ def _sketch_of(tensor: torch.Tensor) -> Array:
     return sketch(flat.numel(), lambda begin, end: flat[begin:end].to("cpu", torch.float64).numpy())
 
 
-def _precision(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
-
-
 def _machine_of(tensors: Sequence[torch.Tensor]) -> str:
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     names = {torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices}
@@ -140,5 +136,8 @@ class OptimizerVerification(Verification):
             if can_be_hashed(parameter) and (sparse_too or id(parameter) not in self._sparse)
         ]
         sketches = np.array(list(map(_sketch_of, tensors))) if self.wants_sketches else None
-        names, precisions = list(map(name_of, tensors)), [_precision(tensor.dtype) for tensor in tensors]
-        return Statement(_machine_of(tensors), hashes_of(tensors), sketches, names=names, precisions=precisions)
+        eps = [
+            torch.finfo(each.dtype).eps if each.is_floating_point() or each.is_complex() else 0.0 for each in tensors
+        ]
+        names = list(map(name_of, tensors))
+        return Statement(_machine_of(tensors), hashes_of(tensors), sketches, names=names, precisions=eps)

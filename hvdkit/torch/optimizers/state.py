@@ -50,8 +50,8 @@ class _Structure:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give all ranks the root's optimizer state and options such as the learning rate.
 
-    Ranks that have state the root does not have lose it. Parameters, gradients and the parameter group objects (which
-    learning rate schedulers hold) stay; tensors take the device of their parameter.
+    State that the root does not have is lost. Parameters, gradients and the parameter group objects (which learning
+    rate schedulers hold) stay; tensors take the device of their parameter.
 
     Args:
         optimizer: any optimizer but LBFGS, or a DistributedOptimizer, with parameter groups of equal shapes on all
@@ -183,14 +183,11 @@ def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
 
 def _slots(described: Any, value: Any) -> Iterator[tuple[_Slot, Tensor]]:
     """Yield each slot with the tensor in it, in the same order on all ranks."""
-    if isinstance(described, dict):
-        for key, entry in described.items():
-            yield from _slots(entry, value[key])
-    elif type(described) in (list, tuple):
-        for entry, part in zip(described, value, strict=True):
-            yield from _slots(entry, part)
-    elif isinstance(described, _Slot):
+    if isinstance(described, _Slot):
         yield described, value
+    elif isinstance(described, dict) or type(described) in (list, tuple):
+        for key in described if isinstance(described, dict) else range(len(described)):
+            yield from _slots(described[key], value[key])
 
 
 def _install(optimizer: torch.optim.Optimizer, structure: _Structure, states: list[Any]) -> None:
