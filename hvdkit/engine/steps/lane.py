@@ -105,10 +105,7 @@ class Lane:
         return self.step.begun or bool(self.step.ready)
 
     def finish(self) -> None:
-        """Wait until every bucket is reduced. Every slot must be ready.
-
-        Raises HorovodInternalError where a rank is lost, does something else or has abandoned the step.
-        """
+        """Wait until every bucket is reduced; every slot must be ready. Raises HorovodInternalError if that fails."""
         step = self.steps
         assert len(self.step.ready) == len(self.slots), "finish() before every slot was ready"
         if self.verifies:

@@ -77,10 +77,7 @@ class Lanes(dict[int, "Lane"]):
             self.closed.pop(next(iter(self.closed)))
 
     def give_number_back_later(self, lane: Lane) -> None:
-        """Have the driver tell the coordinator that a lane was closed, if none of its operations is open then.
-
-        No thread is woken: it is soon enough if the coordinator hears it before the next agreement.
-        """
+        """Have the driver tell the coordinator, when it next runs, that a lane without open operations was closed."""
 
         def tell() -> None:
             if lane.is_left:

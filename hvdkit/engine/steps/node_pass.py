@@ -152,10 +152,7 @@ class NodePass:
         return []
 
     def resolve(self, number: int, slots: Sequence[int]) -> tuple[list[bool], list[int]]:
-        """Return for each rank if it contributes zeros to an operation, and the slots to be staged, once all are ready.
-
-        A rank has the gradients of these slots out of the others' reach.
-        """
+        """Return for each rank if it contributes zeros, and the slots that some rank has out of the others' reach."""
         cell = number % CELLS
         absent = [bool(self._cells.get(rank * CELLS + cell) & 1) for rank in range(len(self.members))]
         return absent, self._in_place.staged(slots, absent)
@@ -225,10 +222,7 @@ class Share(NamedTuple):
 
 
 class Chunks:
-    """Memory of a lane that ranks share, for chunks of gradients that the others cannot reach where they lie.
-
-    An operation uses its two halves one after the other, or leaves them.
-    """
+    """Shared memory of a lane, in two halves, for chunks of gradients that others cannot reach where they lie."""
 
     def __init__(self, node: NodePass, rank: int, slots: Sequence[Slot]) -> None:
         self._node, self._rank, self._slots = node, rank, slots

@@ -67,10 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots that travel together, all of one dtype and one codec, each beginning on a cache line.
-
-    A slot alone is its bucket, with nothing behind it.
-    """
+    """Slots that travel together, all of one dtype and one codec, each beginning on a cache line."""
 
     dtype: np.dtype[Any]
     slots: tuple[int, ...]
@@ -251,10 +248,7 @@ def arrange(
 
 
 def load(nbytes: int, dtype: np.dtype[Any], codec: Codec, sizes: Sizes) -> int:
-    """Return the bytes in flight that a piece of ``nbytes`` bytes counts as, those on the wire.
-
-    An encoded piece counts as at most a bucket, because few of its bytes travel.
-    """
+    """Return the bytes in flight that a piece counts as: those on the wire, encoded at most those of a bucket."""
     if codec.encodes:
         return min(nbytes, max(sizes.bucket, MEBIBYTE))
     return nbytes * codec.wire_itemsize(dtype) // dtype.itemsize

@@ -60,10 +60,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def offer(self, slots: Sequence[int], offers: Sequence[Any]) -> None:
-        """Take this rank's complete gradients of some slots: each an Offer, FILLED for a small gradient in its place.
-
-        None: this rank has no gradient there, contributes zeros, and gets no result.
-        """
+        """Take this rank's gradients of slots: Offers, FILLED for small gradients in their place, None for zeros."""
 
     def mark(self) -> Any:
         """Return a mark of the calling thread's work so far; a reduction with this mark comes after that work."""
@@ -88,10 +85,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def forget(self, quiet: bool) -> None:
-        """Drop the memory of a closed lane, but be ready to contribute zeros. ``quiet``: nothing is in flight.
-
-        Offered gradients stay as they are until ``end_step``.
-        """
+        """Drop the memory of a closed lane, except offers and what zeros need. ``quiet``: nothing is in flight."""
 
     @abstractmethod
     def close(self) -> None:

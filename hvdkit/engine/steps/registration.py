@@ -44,20 +44,14 @@ NO_NUMBER = (
 
 
 def idle_codecs(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], group: Group) -> list[str]:
-    """Return the names of codecs that encode nothing, since these ranks sum in the memory of one node.
-
-    Adapters warn of codecs with a momentum of their own, which is missing then.
-    """
+    """Return the names of codecs that encode nothing here; of those with a momentum adapters warn."""
     nodes_here = [node for node in nodes if not set(node).isdisjoint(group.members)]
     idle = {codec.name for codec in codecs if codec.encodes and not codec.everywhere and not codec.has_momentum}
     return sorted(idle) if group.layout is not None and len(nodes_here) == 1 and group.size > 1 else []
 
 
 def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane | None:
-    """Agree on a plan with all ranks of its process set. Blocks. Returns None where a rank has joined.
-
-    Raises HorovodInternalError where the ranks' plans differ.
-    """
+    """Agree on a plan with all ranks of its process set, or raise. Blocks. Return None where a rank has joined."""
     groups, reduction = named.groups, plan.reduction
     transport, group = groups.transport, groups.group(plan.process_set_id)
     encodes = plan.device.partition(":")[0] not in transport.host_types

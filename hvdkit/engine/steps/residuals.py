@@ -189,10 +189,7 @@ class Residuals:
             del arrays[OWED]
 
     def clear_gaps(self, piece: Piece, flat: Array) -> None:
-        """Zero the elements between tensors in ``flat``, a piece, and in its state.
-
-        Values decoded into a gap would be encoded again, and some codecs make something of zeros.
-        """
+        """Zero the elements between tensors in ``flat``, a piece, and in its state: they would be encoded again."""
         gaps = self.gaps(piece.bucket)
         arrays = self._states[piece.bucket].part(piece.begin, piece.end).arrays if gaps else {}
         for begin, end in gaps:
@@ -232,10 +229,7 @@ class Residuals:
     def restore(
         self, saved: Checkpoint, fingerprint: str, units: Sequence[dict[str, float]], keys: Sequence[Hashable]
     ) -> None:
-        """Go on from a checkpoint: with the same bits at the same ``fingerprint``, else by owing its residuals.
-
-        ``units`` are by bucket, ``keys`` by slot. A tensor that this lane does not have is left out.
-        """
+        """Go on from a checkpoint: with the same bits at the same ``fingerprint``, else by owing its residuals."""
         self.start_at(saved.turn)
         is_same = saved.fingerprint == fingerprint and list(saved.arrays) == list(keys)
         for slot, key in enumerate(keys):

@@ -102,10 +102,7 @@ def choose_sizes(
 
 
 def for_a_device(sizes: Sizes) -> Sizes:
-    """Return sizes for gradients that a device's library sums, of which what the host measured says nothing.
-
-    A size that was asked for stays.
-    """
+    """Return sizes for gradients that a device's library sums, unless a size was asked for."""
     if sizes.alone is None or sizes.bucket >= DEVICE_BUCKET:
         return replace(sizes, alone=None)
     in_flight, reason = BUCKETS_IN_FLIGHT * DEVICE_BUCKET, f"{DEVICE_BUCKET // MEBIBYTE} MiB, as on any device"

@@ -142,10 +142,7 @@ class ParameterHooks(ABC):
 
 
 class GradientHooks(ParameterHooks):
-    """Hooks that count down ``passes`` backward passes and then call ``complete(parameter)``.
-
-    A parameter that gets hooks here loses those of an earlier object, which from then on is ``superseded``.
-    """
+    """Hooks that count down ``passes`` before they call ``complete``; they take a parameter from earlier hooks."""
 
     def __init__(
         self, passes: int, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]

@@ -130,10 +130,7 @@ def form_of(like: torch.Tensor, device: torch.device) -> Form:
 
 
 def can_be_reduced_in_place(gradient: torch.Tensor, form: Form) -> bool:
-    """True if a gradient's elements are one block of memory in the order of its slot, which no other tensor has.
-
-    The backward pass may still read a storage that other tensors share.
-    """
+    """True if a gradient is one block of memory in the order of its slot, which no other tensor has."""
     dtype, shape, strides, is_contiguous, on_host, device = form
     return bool(
         gradient.dtype is dtype

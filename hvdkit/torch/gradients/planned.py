@@ -70,10 +70,7 @@ class PlannedGradients:
         return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
 
     def leave_out(self, ids: Collection[int]) -> None:
-        """Reduce zeros for parameters whose gradients have another dtype now: this step is the last one of this lane.
-
-        Every rank leaves out the same parameters.
-        """
+        """Reduce zeros for parameters that all ranks have cast: this step is the last of this lane."""
         self._left_out = {index for key in ids if (index := self.index.get(key)) is not None}
 
     def hand_over(
@@ -111,11 +108,7 @@ class PlannedGradients:
             self.lane.ready_all((i,), self._offers((i,), (gradient,)), (since,))
 
     def _fits_dtype(self, i: int, gradient: torch.Tensor) -> bool:
-        """True if the slot holds a gradient of this dtype; False if its parameter's dtype was changed on all ranks.
-
-        Raises:
-            ValueError: the dtype was left open, and this gradient would be rounded.
-        """
+        """True if the slot holds this dtype, False if the parameter was cast; else raise, as it would be rounded."""
         dtype, agreed = gradient.dtype, self._like[i].dtype
         if gradient_dtype(self.parameters[i]) is not self._declared[i]:
             return False
@@ -259,10 +252,7 @@ class PlannedGradients:
         parameter.grad = own.to(parameter.device)
 
     def move_out(self) -> bool:
-        """Mark gradients that may be half summed; after a failure, move them out of reach of late messages.
-
-        Return True if any gradient was marked.
-        """
+        """Mark gradients that may be half summed, out of reach of late messages. Return True if there are any."""
         is_marked = False
         for address, i in self._in_place.items():
             gradient = self.parameters[i].grad

@@ -105,10 +105,7 @@ class OptimizerVerification(Verification):
 
     @_disable_dynamo
     def updated(self, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
-        """Hash the parameters of these groups after the optimizer's update, if they are to be compared.
-
-        Raises ParametersDifferError on all ranks if they differ and all ranks update at once.
-        """
+        """Hash the parameters of these groups after the optimizer's update, if they are to be compared."""
         if self.wants(self.step):
             self.state(self._statement_of(groups, name_of, self.step))
 

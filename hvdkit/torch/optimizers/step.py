@@ -76,10 +76,7 @@ def reduce_and_step(
 
 
 def _synchronize_before_closure(gradients: GradientSynchronizer) -> None:
-    """Reduce gradients that were computed before ``step(closure)``: optimizers such as SAM use them first.
-
-    Collective: if any rank has such gradients, every rank takes part.
-    """
+    """Reduce gradients that any rank computed before ``step(closure)``, which optimizers such as SAM use first."""
     if not gradients.should_synchronize or not gradients.settings.process_set.included():
         return
     is_distributed = gradients.bind()
