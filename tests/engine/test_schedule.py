@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hvdkit.compression import CASTS, Int8, PowerSGD
 from hvdkit.engine.loop.driver import spin_seconds
 from hvdkit.engine.ranks.topology import nodes_that_share, topology_of
-from hvdkit.engine.steps.arrangement import load
 from hvdkit.engine.steps.offers import block_offsets
-from hvdkit.engine.steps.plan import Slot
+from hvdkit.engine.steps.plan import Slot, load
 from hvdkit.engine.steps.schedule import (
     BUCKET_AT_THE_END,
     LARGEST_BUCKET,

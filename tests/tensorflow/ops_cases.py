@@ -173,6 +173,16 @@ def case_broadcast_gives_all_the_roots_tensor(hvd):
                 check_equal(run(inputs[hvd.rank()]), doubles(inputs[root]), dtype, root, shape)
 
 
+def case_the_gradient_of_a_broadcast_in_a_graph_comes_to_the_root_though_others_do_not_use_it(hvd):
+    run = tf.function(lambda tensor: hvd.broadcast(tensor, 0))
+    variable = tf.Variable([1.0, 2.0])
+    for _ in range(2):
+        with tf.GradientTape() as tape:  # outside of the function: its backward pass is a graph of its own
+            loss = tf.reduce_sum(run(variable)) * (hvd.rank() + 1.0)
+        expected = (hvd.size() + 1) / 2 if hvd.rank() == 0 else 0.0
+        np.testing.assert_array_equal(tape.gradient(loss, variable), [expected] * 2)
+
+
 def case_alltoall_sends_rows_to_each(hvd):
     size, rank = hvd.size(), hvd.rank()
     splits = [[(sender + to) % 3 for to in range(size)] for sender in range(size)]

@@ -12,7 +12,7 @@ import torch.multiprocessing
 from torch import nn
 
 from hvdkit.arena import ARENA
-from hvdkit.torch.gradients.half_summed import is_half_summed
+from hvdkit.torch.gradients.watch import is_half_summed
 from tests.forking import in_child
 from tests.on_ranks import on_ranks
 from tests.told import told

@@ -39,10 +39,7 @@ class Abandonment:
     # -- the training thread ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Tell all ranks that this rank does not use the results of this step. ``settle`` or ``Lane.fail`` must follow.
-
-        On all ranks that use the results the lane fails.
-        """
+        """Tell all ranks that this rank does not use the step's results. ``settle`` or ``Lane.fail`` must follow."""
         lane = self._lane
         if lane.in_flight and lane.error is None and lane.steps not in self._steps:
             self._steps.add(lane.steps)
@@ -51,10 +48,7 @@ class Abandonment:
                 lane.give_zeros()
 
     def settle(self) -> None:
-        """Wait until the other ranks have abandoned this step too. Then the lane is spent, unless it is on a device.
-
-        Raises HorovodInternalError if another rank used the results, or is lost.
-        """
+        """Wait until the other ranks have abandoned this step too, or raise HorovodInternalError if one has used it."""
         lane = self._lane
         if lane.error is not None or lane.steps not in self._steps:
             return
@@ -73,16 +67,12 @@ class Abandonment:
             self._used = step
             ranks = self.ranks.pop(step, set())
         if ranks:
-            self.fail(ranks)
+            self.refuse(ranks)
 
-    def refuse(self) -> None:
-        """Raise the error of this step, which other ranks abandoned and this rank wants to use."""
-        self.fail(self.ranks[self._lane.steps])
-
-    def fail(self, ranks: Collection[int]) -> None:
-        """Raise the lane's error, after no piece is in the middle of a sum, and fail the lane on ``ranks``."""
-        with self._lane.lanes.driver.halted(ROUND_SECONDS):
-            raise self._fail(ranks)
+    def refuse(self, ranks: Collection[int] = ()) -> None:
+        """Raise the error of a step that ``ranks`` abandoned and this rank uses; by default of the present step."""
+        with self._lane.lanes.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
+            raise self._fail(ranks or self.ranks[self._lane.steps])
 
     # -- the engine's driver ------------------------------------------------------------------------------------------
 
@@ -124,10 +114,7 @@ class Abandonment:
             self._lane.fail(MismatchError(GAVE_UP % self._lane.name))
 
     def _fail(self, ranks: Collection[int]) -> HorovodInternalError:
-        """Fail the lane here and on ``ranks``, which abandoned a step that is used here. Return the lane's error.
-
-        Any other rank does the same when it comes to that step: it may still be in the step before.
-        """
+        """Fail the lane here and on ``ranks``, which abandoned a step that is used here. Return the lane's error."""
         lane, mailbox = self._lane, self._lane.lanes.mailbox
         text = ABANDONED % (mailbox.topology.describe(min(ranks)), lane.name, mailbox.me())
         error = MismatchError(text)

@@ -16,14 +16,10 @@ from hvdkit.collectives.hierarchical import Layout, allreduce_share, layout_allr
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode
 from hvdkit.compression import Codec, CodecState
-from hvdkit.engine.ops import effective
-from hvdkit.engine.steps.arrangement import Arrangement
-from hvdkit.engine.steps.chunks import Chunks, Share
-from hvdkit.engine.steps.node_pass import Direction, NodePass, Where
+from hvdkit.engine.steps.node_pass import Chunks, Direction, NodePass, Share, Where
 from hvdkit.engine.steps.offers import FILLED, Offer, Part, offer_of, private_block, runs_in, with_offers
-from hvdkit.engine.steps.plan import Bucket, Reduction, Slot
+from hvdkit.engine.steps.plan import Arrangement, Bucket, Reduction, Slot
 from hvdkit.engine.steps.reducer import OnBegin, Reducer
-from hvdkit.engine.steps.residuals import Residuals
 from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ONE, ReduceOp, Scale
 
@@ -35,8 +31,6 @@ class PieceWork(NamedTuple):
 
     piece: Piece
     bucket: Bucket
-    op: ReduceOp
-    scale: Scale
     codec: Codec
     state: CodecState
     number: int
@@ -44,24 +38,22 @@ class PieceWork(NamedTuple):
 
 
 class PieceLayout(NamedTuple):
-    """The runs of slots in a piece, as parts of zeros, and these slots; the elements that each rank of the node carries
-    between nodes, and the bytes that count as sent on the node."""
+    """The runs of slots in a piece."""
 
-    runs: list[Part]
+    runs: list[Part]  # parts of zeros
     slots: list[int]
-    shares: Sequence[tuple[int, int]]
-    sent_bytes: int
+    shares: Sequence[tuple[int, int]]  # the elements that each rank of the node carries between nodes
+    sent_bytes: int  # that count as sent on the node
 
 
 NOTHING_KEPT = CodecState(0)  # of codecs without loss
 
 
 class HostReducer(Reducer):
-    """``node``: where the ranks of this node reach each other's gradients; None where no two share memory.
+    """The reduction in host memory: through ``node``, where ranks of this node reach each other's gradients, if any.
 
     ``layout``: how ranks lie on nodes, where some of them share memory. ``holds_all``: large gradients are copied into
-    the block too; ``node``, if there is one, has that block. Gradients that lie in the arena are pinned from
-    when they are offered until all ranks are through with them: whatever becomes of the tensor, the memory stays.
+    the block too. A gradient in the arena is pinned from its offer until all ranks are through with it.
     """
 
     on_device = False
@@ -76,9 +68,8 @@ class HostReducer(Reducer):
         takes_turns: bool = False,
         holds_all: bool = False,
     ) -> None:
-        self._group, self._reduction, self.layout, self._node = group, reduction, layout, node
-        self._slots = list(slots)
-        self.residuals = Residuals(slots, reduction.codecs, None if layout is None else len(layout.nodes) > 1)
+        super().__init__(group, reduction, slots, None if layout is None else len(layout.nodes) > 1)
+        self.layout, self._node = layout, node
         self._layouts: dict[Piece, PieceLayout] = {}  # of these buckets
         self.block = node.block if node is not None else private_block(slots, holds_all)
         self._nbytes = [slot.elements * slot.dtype.itemsize for slot in slots]
@@ -88,10 +79,15 @@ class HostReducer(Reducer):
         self.takes_turns = takes_turns
         # Not by this rank's own node, which may be the only one with one rank: all ranks must cut alike.
         self.copies_buckets = layout is None
-        self._effective = effective(reduction.op, reduction.postscale, group.size)
         self._number = 0  # of the next operation, the same on all ranks
         self._chunks = None if node is None else Chunks(node, group.members[group.rank], self._slots)
-        self.reason = _reason_for(layout, node)
+        if layout is None or node is None:
+            self.reason = "no shared memory" if layout is None else "over nodes"
+        elif len(layout.nodes) == 1:
+            self.reason = f"one pass over the memory of {len(node.members)} ranks"
+        else:
+            carriers = f"{layout.carriers} ranks of each carry their shares between"
+            self.reason = f"one pass on {len(layout.nodes)} nodes, {carriers}"
 
     def lay_out(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
@@ -149,27 +145,23 @@ class HostReducer(Reducer):
             return
         ARENA.unpin(pinned)
 
-    def mark(self) -> Any:
-        return None
-
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, on_begin: OnBegin) -> Steps[None]:
         number, self._number = self._number, self._number + 1
         bucket = self.arrangement.buckets[piece.bucket]
         offers = None if joined else self._offers  # end_step() makes a new list, so these stay
-        op, scale = self._effective
-        codec, state = self._reduction.codecs[bucket.codec], NOTHING_KEPT
-        if codec.lossy:
-            state = self.residuals.of_piece(piece)
+        codec = self._reduction.codecs[bucket.codec]
+        state = self.residuals.of_piece(piece) if codec.lossy else NOTHING_KEPT
         self.residuals.is_in_use = True
-        return self._steps(PieceWork(piece, bucket, op, scale, codec, state, number, tag), offers, joined, on_begin)
+        return self._steps(PieceWork(piece, bucket, codec, state, number, tag), offers, joined, on_begin)
 
     def _steps(
         self, work: PieceWork, offers: Sequence[Offer | None] | None, joined: bool, on_begin: OnBegin
     ) -> Steps[None]:
-        piece, bucket, number, node, chunks = work.piece, work.bucket, work.number, self._node, self._chunks
+        piece, bucket, codec, _, number, _ = work
+        node, chunks, (op, scale) = self._node, self._chunks, self._effective
         layout = self._layouts.get(piece) or self._layout_of(piece, bucket)
         runs = layout.runs
-        is_flat = node is None or work.codec.everywhere
+        is_flat = node is None or codec.everywhere
         prepares = self._reduction.prescale != 1.0 or self.residuals.owes(piece.bucket)
         # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
         parts = with_offers(runs, offers) if is_flat or prepares else []
@@ -195,11 +187,11 @@ class HostReducer(Reducer):
         if len(self.layout.nodes) == 1:
             begin, end = layout.shares[node.me]
             share = piece.begin + begin, piece.begin + end
-            node.run(Direction.ALL, bucket.slots, bucket.offsets, share, work.op, work.scale, absent)
+            node.run(Direction.ALL, bucket.slots, bucket.offsets, share, op, scale, absent)
             if waits := node.withdrawn(number):
                 yield waits
             if in_chunks:
-                yield from chunks.run(0, Mode.ALLREDUCE, number, in_chunks, work.op, work.scale)
+                yield from chunks.run(0, Mode.ALLREDUCE, number, in_chunks, op, scale)
                 chunks.leave(number, 1)
             else:
                 chunks.leave(number, 0, 1)
@@ -210,7 +202,8 @@ class HostReducer(Reducer):
         self._group.bytes_sent += layout.sent_bytes
 
     def _layout_of(self, piece: Piece, bucket: Bucket) -> PieceLayout:
-        runs, node, shares, sent_bytes = runs_in(piece, bucket, self._slots), self._node, [(0, 0)][:0], 0
+        runs, node, sent_bytes = runs_in(piece, bucket, self._slots), self._node, 0
+        shares: Sequence[tuple[int, int]] = ()
         if node is not None and self.layout is not None:
             shares = self.residuals.shares(piece, self.layout, len(node.members))
             sent_bytes = two_phase_bytes((piece.end - piece.begin) * bucket.dtype.itemsize, len(node.members))
@@ -235,7 +228,8 @@ class HostReducer(Reducer):
 
     def _reduce_flat(self, work: PieceWork, parts: Sequence[Part]) -> Steps[None]:
         """Reduce a piece as one flat array: a tensor's own memory if the piece is all of that, else a copy."""
-        piece, bucket, op, scale, codec, state, _, tag = work
+        piece, bucket, codec, state, _, tag = work
+        op, scale = self._effective
         elements = piece.end - piece.begin
         own = parts[0].array() if len(parts) == 1 and parts[0].elements == elements else None
         scratch = SCRATCH.take(0 if own is not None else elements * bucket.dtype.itemsize)
@@ -267,7 +261,8 @@ class HostReducer(Reducer):
     ) -> Steps[None]:
         """Sum a piece over nodes: this rank's share of it in one flat array."""
         assert self.layout is not None
-        piece, bucket, op, scale, codec, state, number, tag = work
+        piece, bucket, codec, state, number, tag = work
+        op, scale = self._effective
         begin, end = shares[node.me]
         nbytes = (end - begin) * bucket.dtype.itemsize
         scratch = SCRATCH.take(nbytes)
@@ -301,13 +296,3 @@ class HostReducer(Reducer):
     def close(self) -> None:
         self.block.leave()
         self._node = None
-
-
-def _reason_for(layout: Layout | None, node: NodePass | None) -> str:
-    if layout is None:
-        return "no shared memory"
-    if node is None:
-        return "over nodes"
-    if len(layout.nodes) == 1:
-        return f"one pass over the memory of {len(node.members)} ranks"
-    return f"one pass on {len(layout.nodes)} nodes, {layout.carriers} ranks of each carry their shares between"

@@ -12,11 +12,10 @@ from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ranks.assignments import lane_tag
 from hvdkit.engine.steps.abandonment import Abandonment
-from hvdkit.engine.steps.arrangement import Arrangement, Observation, arrange, load
 from hvdkit.engine.steps.lane_records import LaneRecords
 from hvdkit.engine.steps.lane_step import LaneStep
 from hvdkit.engine.steps.lanes import Lanes
-from hvdkit.engine.steps.plan import Plan
+from hvdkit.engine.steps.plan import Arrangement, Observation, Plan, arrange
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.telemetry.verifying import LaneVerification
 from hvdkit.errors import HorovodInternalError
@@ -26,9 +25,8 @@ class Lane:
     """The buckets of one plan on this rank.
 
     A training thread hands gradients over with ``ready``. The engine's driver starts the pieces of a bucket when all of
-    its slots are ready and all pieces before them in the agreed order were started. The first step ends with one small
-    exchange in which all ranks learn when rank 0 saw its gradients become ready, which gives the order of all later
-    steps. ``reducer`` knows where gradients lie.
+    its slots are ready and all pieces before them in the agreed order were started. The first step ends with a small
+    exchange, in which all ranks learn when rank 0 saw its gradients become ready: the order of all later steps.
     """
 
     def __init__(
@@ -36,9 +34,7 @@ class Lane:
     ) -> None:
         self.lane_id, self.name = lane_id, plan.name
         self._number = number  # in tags
-        self.plan, self.slots = plan, plan.slots
-        self.group = group
-        self.reducer = reducer
+        self.plan, self.slots, self.group, self.reducer = plan, plan.slots, group, reducer
         self.on_device = reducer.on_device  # slots are tensors of a device, not numpy arrays
         # Nothing is reduced before the step is finished; gradients may as well be handed over then.
         self.takes_turns = reducer.takes_turns
@@ -56,13 +52,13 @@ class Lane:
         self.abandonment = Abandonment(self)
         self.lock = threading.Lock()
         self.steps = 0  # steps that are over, the same on all ranks; also abandoned ones and those of zeros
-        self._titles: list[str] = []  # of pieces, as all that is laid out
-        self._loads: list[int] = []
-        self._is_lossy: list[bool] = []
-        self._slots_of: list[int] = []  # how many slots each bucket has
+        self._titles: list[str] = []  # of pieces
+        self._is_lossy: list[bool] = []  # by piece
         self.arrangement = self._arrange()
         self._verifies_at = self.verification.next_due(1)  # the step, from 1, at whose end parameters are compared next
-        self.verifies, self.step = self._new_step()
+        self.verifies: bool  # this step
+        self.step: LaneStep
+        self._new_step()
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
@@ -97,10 +93,6 @@ class Lane:
         if complete and not self.takes_turns:
             self._driver.wake()
 
-    def is_ready(self, slot: int) -> bool:
-        """True if a slot was handed over in this step."""
-        return slot in self.step.ready
-
     def unready_slots(self) -> list[int]:
         """Return the slots not handed over in this step."""
         with self.lock:
@@ -113,10 +105,7 @@ class Lane:
         return self.step.begun or bool(self.step.ready)
 
     def finish(self) -> None:
-        """Wait until every bucket is reduced. Every slot must be ready.
-
-        Raises HorovodInternalError where a rank is lost, does something else or has abandoned the step.
-        """
+        """Wait until every bucket is reduced; every slot must be ready. Raises HorovodInternalError if that fails."""
         step = self.steps
         assert len(self.step.ready) == len(self.slots), "finish() before every slot was ready"
         if self.verifies:
@@ -193,18 +182,15 @@ class Lane:
         return step.started < len(step.pieces) or step.may_exchange()
 
     def start(self, joined: bool = False) -> Operation:
-        """Start the next operation of this step; with zeros, as a rank that has joined does.
-
-        All ranks start the operations of a lane in the same order, so they number them alike.
-        """
+        """Start the next operation of this step; with zeros, as a rank that has joined does."""
         step, sequence = self.step, self.sequence
         index, self.sequence = step.start(sequence), sequence + 1
-        tag, started, record = lane_tag(self._number, sequence), perf_counter(), None
+        tag, started, on_begin = lane_tag(self._number, sequence), perf_counter(), None
         if index < len(step.pieces):
             piece = step.pieces[index]
             marks = [self.reducer.mark()] if joined else step.marks.get(piece.bucket, ())
-            record = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
-            steps = self.reducer.reduce(piece, joined, marks, tag, None if record is None else record.begin)
+            on_begin = None if self.lanes.telemetry.timeline is None else self.records.begin(index)
+            steps = self.reducer.reduce(piece, joined, marks, tag, on_begin)
             what = self._titles[index]
         elif self.steps == 0 and index == len(step.pieces):
             steps, what = self._observation.exchange(tag, joined), f"the gradient order of {self.name}"
@@ -216,8 +202,8 @@ class Lane:
             del step.in_flight[sequence], self._running[sequence]
             self.moved_at = monotonic()
             if index < len(step.pieces):
-                if record is not None or self._is_lossy[index]:
-                    self.records.reduced(index, record)
+                if on_begin is not None or self._is_lossy[index]:
+                    self.records.reduced(index)
                 self.lanes.telemetry.statistics.reduced(self.arrangement.nbytes[index], perf_counter() - started)
             step.completed += 1  # from here on the training thread may begin the next step
             if self.closed and not step.in_flight:
@@ -246,8 +232,6 @@ class Lane:
         """Return the operation that this lane waits for, for messages."""
         return self.records.waiting_for(self.step.completed)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
     def _arrange(self) -> Arrangement:
         """Return the buckets, pieces and their order, by the time at which each slot is ready, and lay them out."""
         plan, share = self.plan, sent_share(self.group.size, self.reducer.layout)
@@ -255,24 +239,19 @@ class Lane:
         arrangement = arrange(
             plan.slots, ready_at, plan.groups, self._sizes, network, share, not self.on_device, codecs
         )
-        buckets = [arrangement.buckets[piece.bucket] for piece in arrangement.pieces]
-        self._loads = [
-            load(nbytes, bucket.dtype, codecs[bucket.codec], self._sizes)
-            for nbytes, bucket in zip(arrangement.nbytes, buckets, strict=True)
+        self._is_lossy = [codecs[arrangement.buckets[piece.bucket].codec].lossy for piece in arrangement.pieces]
+        self._titles = [
+            f"{f'part {piece.part} of ' if piece.parts > 1 else ''}bucket {piece.bucket} of {self.name}"
+            for piece in arrangement.pieces
         ]
-        self._is_lossy = [codecs[bucket.codec].lossy for bucket in buckets]
-        self._slots_of = [len(bucket.slots) for bucket in arrangement.buckets]
         self.reducer.lay_out(arrangement)
-        self._titles = [self.records.summary(index) for index in range(len(buckets))]
         return arrangement
 
-    def _new_step(self) -> tuple[bool, LaneStep]:
-        """Return True if the next step verifies parameters, and the step."""
-        verifies = self.steps + 1 == self._verifies_at
-        if verifies:
+    def _new_step(self) -> None:
+        self.verifies = self.steps + 1 == self._verifies_at
+        if self.verifies:
             self._verifies_at = self.verification.next_due(self.steps + 2)
-        exchanges = int(self.steps == 0) + int(verifies)
-        return verifies, LaneStep(self.arrangement, self._slots_of, self._loads, self._sizes.in_flight, exchanges)
+        self.step = LaneStep(self.arrangement, self._sizes.in_flight, int(self.steps == 0) + int(self.verifies))
 
     def _end_step(self) -> None:
         """Begin the next step; after the first one in the order that rank 0 observed."""
@@ -281,4 +260,4 @@ class Lane:
         self.records.step_ended(self.steps)
         if self.steps == 1:
             self.arrangement = self._arrange()
-        self.verifies, self.step = self._new_step()
+        self._new_step()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
-from typing import Any
 
-from hvdkit.compression import Tally
-from hvdkit.engine.steps.arrangement import Arrangement
-from hvdkit.engine.steps.plan import Plan
+from hvdkit.engine.steps.plan import Arrangement, Plan
 from hvdkit.engine.steps.reducer import ReadyAt, Reducer
-from hvdkit.engine.steps.schedule import Piece
 from hvdkit.engine.telemetry.compression_report import timeline_fields
 from hvdkit.engine.telemetry.telemetry import Telemetry, last_of
 from hvdkit.engine.telemetry.timeline import COMPUTATION, TRAINING
@@ -26,6 +23,7 @@ class LaneRecords:
         self._plan = plan
         self._reducer = reducer
         self._step_began = perf_counter()
+        self._begun: dict[int, float] = {}  # when the reductions of pieces began, while they are recorded
         self._complete: dict[int, float] = {}  # since when buckets that wait for their turn are, while it is recorded
 
     @property
@@ -38,8 +36,7 @@ class LaneRecords:
 
     def copied(self, slots: Sequence[int], started: float) -> None:
         """Record that gradients were copied into their slots between ``started`` (perf_counter) and now."""
-        timeline = self._telemetry.timeline
-        if timeline is None:
+        if (timeline := self._telemetry.timeline) is None:
             return
         ended, names = perf_counter(), defaultdict[str, list[str]](list)
         for slot in slots:
@@ -47,33 +44,44 @@ class LaneRecords:
         for row, tensors in names.items():
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, ended, tensor=", ".join(tensors))
 
-    def begin(self, index: int) -> PieceRecord:
-        """Record in the timeline that a piece's turn has come."""
-        piece = self._now.pieces[index]
-        self._waited(piece.bucket)
-        fields = {
-            "bytes": self._now.nbytes[index],
-            "codec": self._reducer.residuals.codec(piece.bucket).summary,
-            "algorithm": self._reducer.reason,
-            "order": f"{index + 1} of {len(self._now.pieces)}: {self._now.reasons[index]}",
-            "size": self._reason,
-        }
-        return PieceRecord(self._telemetry, self._reducer, piece, self._piece_row(index), fields)
+    def begin(self, index: int) -> Callable[[ReadyAt | None], None]:
+        """Record that a piece's turn has come. Return the function that records that its reduction begins."""
+        self._waited(self._now.pieces[index].bucket)
+        return partial(self._reduction_begins, index, perf_counter())
 
-    def reduced(self, index: int, record: PieceRecord | None) -> None:
+    def _reduction_begins(self, index: int, started: float, ready_at: ReadyAt | None) -> None:
+        """Record the end of the wait for other ranks, and that the reduction begins; see ``Reducer.reduce``."""
+        if (timeline := self._telemetry.timeline) is None:
+            return
+        row, now = self._piece_row(index), self._now
+        if ready_at is not None and (last := last_of(ready_at())) is not None:
+            timeline.span(row, last.activity, started, perf_counter(), **last.fields)
+        timeline.begin(
+            row,
+            "ALLREDUCE",
+            bytes=now.nbytes[index],
+            codec=self._reducer.residuals.codec(now.pieces[index].bucket).summary,
+            algorithm=self._reducer.reason,
+            order=f"{index + 1} of {len(now.pieces)}: {now.reasons[index]}",
+            size=self._reason,
+        )
+        self._begun[index] = perf_counter()
+
+    def reduced(self, index: int) -> None:
         """Count the effect of a codec on a reduced piece, and record its end in the timeline."""
         piece, residuals = self._now.pieces[index], self._reducer.residuals
+        begun, timeline = self._begun.pop(index, None), self._telemetry.timeline
         if residuals.codec(piece.bucket).lossy:
             tally = residuals.finished(piece)
-            if record is not None:
-                record.encoded(tally)
-        if record is not None:
+            if begun is not None and timeline is not None and residuals.encodes(piece.bucket):
+                fields = timeline_fields(tally, self._reducer.residual_norm(piece))
+                timeline.span(self._piece_row(index), "COMPRESSION", begun, perf_counter(), **fields)
+        if begun is not None:
             self._telemetry.end(self._piece_row(index))
 
     def awaited(self, started: float) -> None:
         """Record that the training thread waited for gradients since ``started`` (perf_counter)."""
-        timeline = self._telemetry.timeline
-        if timeline is not None:
+        if (timeline := self._telemetry.timeline) is not None:
             timeline.span(COMPUTATION, "WAIT_FOR_GRADIENTS", started, perf_counter(), of=self._plan.name)
 
     def step_ended(self, number: int) -> None:
@@ -102,12 +110,6 @@ class LaneRecords:
         first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"optimizer '{self._plan.name}', operation {index} of {len(self._now.pieces)} ({first})"
 
-    def summary(self, index: int) -> str:
-        """Return the name of a piece, for messages."""
-        piece = self._now.pieces[index]
-        part = f"part {piece.part} of " if piece.parts > 1 else ""
-        return f"{part}bucket {piece.bucket} of {self._plan.name}"
-
     def _waited(self, bucket: int) -> None:
         """Record the end of a bucket's wait for its turn, if it waited."""
         since, timeline = self._complete.pop(bucket, None), self._telemetry.timeline
@@ -120,29 +122,3 @@ class LaneRecords:
     def _piece_row(self, index: int) -> str:
         piece = self._now.pieces[index]
         return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")
-
-
-class PieceRecord:
-    """The record of one reduction of a piece: the wait for other ranks, the last of them, then the reduction."""
-
-    def __init__(self, telemetry: Telemetry, reducer: Reducer, piece: Piece, row: str, fields: dict[str, Any]) -> None:
-        self._telemetry, self._reducer, self._piece = telemetry, reducer, piece
-        self._row, self._fields = row, fields
-        self._started = self._begun = perf_counter()
-
-    def begin(self, ready_at: ReadyAt | None) -> None:
-        """Record the end of the wait for other ranks, and that the reduction begins; see ``Reducer.reduce``."""
-        timeline = self._telemetry.timeline
-        if timeline is None:
-            return
-        if ready_at is not None and (last := last_of(ready_at())) is not None:
-            timeline.span(self._row, last.activity, self._started, perf_counter(), **last.fields)
-        timeline.begin(self._row, "ALLREDUCE", **self._fields)
-        self._begun = perf_counter()
-
-    def encoded(self, tally: Tally) -> None:
-        """Show what the encoding of a piece took."""
-        residuals, timeline = self._reducer.residuals, self._telemetry.timeline
-        if timeline is not None and residuals.encodes(self._piece.bucket):
-            norm = self._reducer.residual_norm(self._piece)
-            timeline.span(self._row, "COMPRESSION", self._begun, perf_counter(), **timeline_fields(tally, norm))

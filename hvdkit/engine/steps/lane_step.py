@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.engine.ranks.assignments import SPAN
-from hvdkit.engine.steps.arrangement import Arrangement
+from hvdkit.engine.steps.plan import Arrangement
 
 
 class LaneStep:
     """The state of one step. Its operations are the pieces of ``arrangement`` in order, then ``exchanges`` of facts.
 
-    ``slots_of``: how many slots each bucket has; ``loads``: the bytes in flight that each piece counts as; ``budget``:
-    the most bytes in flight. The lane's lock protects what the training thread and the engine's driver both use.
+    ``budget``: the most bytes in flight. The lane's lock protects what the training thread and the driver both use.
     """
 
     __slots__ = (
@@ -21,16 +20,14 @@ class LaneStep:
         "operations", "pieces", "ready", "started",
     )  # fmt: skip
 
-    def __init__(
-        self, arrangement: Arrangement, slots_of: list[int], loads: Sequence[int], budget: float, exchanges: int
-    ) -> None:
-        self._bucket_of, self._loads, self._budget = arrangement.bucket_of, loads, budget
+    def __init__(self, arrangement: Arrangement, budget: float, exchanges: int) -> None:
+        self._bucket_of, self._loads, self._budget = arrangement.bucket_of, arrangement.loads, budget
         self.pieces = arrangement.pieces
         self.operations = len(self.pieces) + exchanges
         self.begun = False  # a gradient is complete that will be handed over
         self.finishing = False  # all gradients were handed over, and the training thread waits
         self.ready: set[int] = set()  # slots handed over
-        self.left = slots_of.copy()  # by bucket: slots not handed over
+        self.left = arrangement.slots_of.copy()  # by bucket: slots not handed over
         self.marks: dict[int, list[Any]] = {}  # by bucket: of the threads that wrote its gradients, on a device
         self.in_flight: dict[int, int] = {}  # loads of operations that were started, by sequence number
         self.started = self.completed = 0  # operations

@@ -77,10 +77,7 @@ class Lanes(dict[int, "Lane"]):
             self.closed.pop(next(iter(self.closed)))
 
     def give_number_back_later(self, lane: Lane) -> None:
-        """Have the driver tell the coordinator that a lane was closed, if none of its operations is open then.
-
-        No thread is woken: it is soon enough if the coordinator hears it before the next agreement.
-        """
+        """Have the driver tell the coordinator, when it next runs, that a lane without open operations was closed."""
 
         def tell() -> None:
             if lane.is_left:
@@ -92,7 +89,7 @@ class Lanes(dict[int, "Lane"]):
         """Have the driver drop operations that may never end, because their lane failed."""
 
         def drop() -> None:
-            dropped = set(operations)
+            dropped = set(operations)  # now: the driver alone changes them
             self._operations[:] = [operation for operation in self._operations if operation not in dropped]
 
         self.driver.defer(drop)
@@ -104,8 +101,7 @@ class Lanes(dict[int, "Lane"]):
 
     def lane_failed(self, message: LaneFailed) -> None:
         """Act on the word of another rank that a lane has failed."""
-        lane = self.find(message.lane)
-        if lane is not None:
+        if (lane := self.find(message.lane)) is not None:
             lane.fail(MismatchError(message.text))
 
     def abandoned(self, sender: int, message: Abandoned, has_joined: bool) -> None:

@@ -1,4 +1,4 @@
-"""A lane's gradients on one node: each rank says where its own lie, and reduces its share of everyone's in one pass.
+"""A lane's gradients on one node: each rank reduces its share of everyone's in one pass, or in chunks of shared memory.
 
 A window of the node's memory has counters ("ready" and "done" for each operation under way), when each rank was ready,
 a table in which each rank writes where it has each gradient, a region of each rank for its small gradients, and slots
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from hvdkit.collectives.group import Array, Group
-from hvdkit.collectives.staging import Staging, staging_bytes
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.staging import Mode, Staging, Turn, staging_bytes
 from hvdkit.engine.ranks.assignments import SPAN
 from hvdkit.engine.ranks.groups import lane_segment
-from hvdkit.engine.steps.offers import Block, block_offsets, pages
+from hvdkit.engine.steps.offers import Block, Part, block_offsets, pages
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.kernels import DTYPES, NAMES, ReduceOp, Scale
 from hvdkit.transports.base import CACHE_LINE, Transfer
@@ -62,23 +62,14 @@ class CellWait:
 
 
 class NodePass:
-    """The window of one lane, and this rank's index among the ``members`` of its node (ranks of the transport).
-
-    ``holds_all``: large gradients have a place in each rank's region too.
-    """
+    """The window of a lane, for the ranks of ``staging``. ``holds_all``: large gradients have a place there too."""
 
     def __init__(
-        self,
-        transport: NodeTransport,
-        members: Sequence[int],
-        segment: int,
-        slots: Sequence[Slot],
-        spin_seconds: float,
-        holds_all: bool = False,
+        self, transport: NodeTransport, segment: int, slots: Sequence[Slot], staging: Staging, holds_all: bool
     ) -> None:
         from hvdkit.kernels._native import Cells, InPlace
 
-        self.members = list(members)
+        self.members = list(staging.members)
         self.under_way: set[int] = set()  # operations that this rank is ready for and not through with
         self._withdrawn = False
         self.me = self.members.index(transport.rank)
@@ -98,7 +89,7 @@ class NodePass:
             table_begin,
             self.me,
             [
-                (_dtype_number(slot), slot.elements, offset)
+                (list(DTYPES).index(NAMES[slot.dtype]), slot.elements, offset)
                 for slot, offset in zip(slots, offsets, strict=True)
             ],
             [self._region(rank) for rank in range(count)],
@@ -106,7 +97,7 @@ class NodePass:
             transport.arenas_of(self.members),
         )  # fmt: skip
         wakeups = transport.wakeups_of(self.members)
-        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, spin_seconds)
+        self.staging = Staging(self.members, transport.rank, self.window, staging_begin, wakeups, staging.spin_seconds)
         # offer(slot, where, offset): this rank's gradient of a large slot lies there, at an offset of its arena.
         self.offer = self._in_place.offer
         window: Array = np.frombuffer(memoryview(self.window), dtype=np.uint8)
@@ -121,11 +112,10 @@ class NodePass:
 
     def populate(self) -> None:
         """Populate the memory for all ranks' small gradients, this rank's first. Raises OSError if it is short."""
-        self._transport.memory.populate(self.window, self._segment, 0, self._head_bytes)
-        for step in range(len(self.members) if self._region_bytes else 0):
-            rank = (self.me + step) % len(self.members)
-            begin = self._region(rank)
-            self._transport.memory.populate(self.window, self._segment, begin, self._region_bytes)
+        populate, count = self._transport.memory.populate, len(self.members)
+        populate(self.window, self._segment, 0, self._head_bytes)
+        for step in range(count if self._region_bytes else 0):
+            populate(self.window, self._segment, self._region((self.me + step) % count), self._region_bytes)
 
     def ready(self, number: int, absent: bool) -> list[Transfer]:
         """Announce that this rank's gradients of an operation are where the table has them, or that it has none."""
@@ -144,8 +134,8 @@ class NodePass:
     def withdraw(self) -> None:
         """Take back that this rank is ready, before its gradients move away from the places in the table.
 
-        A rank that reads there afterwards notices it by ``withdrawn`` before it passes its sums on. This rank announces
-        nothing about any operation from now on.
+        A rank that reads there afterwards notices it by ``withdrawn`` before it passes its sums on. From now on this
+        rank announces nothing.
         """
         self._withdrawn = True
         for number in list(self.under_way):
@@ -162,13 +152,9 @@ class NodePass:
         return []
 
     def resolve(self, number: int, slots: Sequence[int]) -> tuple[list[bool], list[int]]:
-        """Return for each rank if it contributes zeros to an operation, and the slots to be staged, once all are ready.
-
-        Some rank has the gradients of these slots out of the others' reach; they are the same on all ranks of the node.
-        """
-        absent = [False] * len(self.members)
-        for rank in range(len(absent)):
-            absent[rank] = bool(self._cells.get(rank * CELLS + number % CELLS) & 1)
+        """Return for each rank if it contributes zeros, and the slots that some rank has out of the others' reach."""
+        cell = number % CELLS
+        absent = [bool(self._cells.get(rank * CELLS + cell) & 1) for rank in range(len(self.members))]
         return absent, self._in_place.staged(slots, absent)
 
     def run(
@@ -182,10 +168,7 @@ class NodePass:
         absent: list[bool],
         flat: Array | None = None,
     ) -> None:
-        """Reduce a share of a bucket, in which ``slots`` begin at ``offsets``, in one pass; staged slots are left out.
-
-        See ``Direction``; ``flat`` begins with the share.
-        """
+        """Reduce a share of a bucket, with which ``flat`` begins, in one pass; staged slots are left out."""
         self._in_place.run(int(direction), slots, offsets, *share, op, scale, absent, flat)
 
     def _tell_and_wait(self, first: int, own: int, wanted: int) -> list[Transfer]:
@@ -196,14 +179,14 @@ class NodePass:
         cells.set(first + me * CELLS, own)
         for wakeup in self._wakeups:
             wakeup.ring()
-        waits: list[Transfer] = []
-        for rank, member in enumerate(self.members):
-            if rank != me and cells.get(first + rank * CELLS) < wanted:  # else there is nothing to wait for
-                waits.append(CellWait(cells, first + rank * CELLS, wanted, member))
-        return waits
+        return [
+            CellWait(cells, first + rank * CELLS, wanted, member)
+            for rank, member in enumerate(self.members)
+            if rank != me and cells.get(first + rank * CELLS) < wanted  # else there is nothing to wait for
+        ]
 
     def give_back(self) -> None:
-        """Give this rank's small gradients and chunks back to the system until they are used; nothing is under way."""
+        """Give this rank's small gradients and chunks back to the system until they are used."""
         self.window.give_back(self._region(self.me), self._region_bytes)
         self.staging.leave()
 
@@ -212,8 +195,80 @@ class NodePass:
         self.window.give_back(0, self._head_bytes + len(self.members) * self._region_bytes)
 
 
-def _dtype_number(slot: Slot) -> int:
-    return list(DTYPES).index(NAMES[slot.dtype])
+class Order:
+    """An order in which operations pass by their numbers."""
+
+    def __init__(self) -> None:
+        self.passed = 0  # all operations with lower numbers are through
+        self._left: set[int] = set()
+
+    def leave(self, number: int) -> None:
+        """Note that this operation has passed, or need not pass."""
+        if number == self.passed and not self._left:
+            self.passed += 1
+            return
+        self._left.add(number)
+        while self.passed in self._left:
+            self._left.remove(self.passed)
+            self.passed += 1
+
+
+class Share(NamedTuple):
+    """Between nodes: each rank's share of a piece, this rank's as a flat array, and where that begins in the piece."""
+
+    of_ranks: Sequence[tuple[int, int]]
+    flat: Array
+    begin: int
+
+
+class Chunks:
+    """Shared memory of a lane, in two halves, for chunks of gradients that others cannot reach where they lie."""
+
+    def __init__(self, node: NodePass, rank: int, slots: Sequence[Slot]) -> None:
+        self._node, self._rank, self._slots = node, rank, slots
+        self._orders = Order(), Order()  # one for each half of the memory for chunks
+
+    def leave(self, number: int, *halves: int) -> None:
+        """Note that an operation does not use these halves, or no longer."""
+        for half in halves:
+            self._orders[half].leave(number)
+
+    def run(
+        self,
+        half: int,
+        mode: Mode,
+        number: int,
+        parts: Sequence[Part],
+        op: ReduceOp,
+        scale: Scale,
+        share: Share | None = None,
+    ) -> Steps[None]:
+        """Reduce parts of an operation in a half, in the order of operations, and leave it."""
+        node, order = self._node, self._orders[half]
+        if parts and order.passed != number:
+            yield [Turn(order, number, self._rank)]
+        for part in parts:
+            array, source = part.array(), part.source()
+            if array is None:
+                array = np.zeros(part.elements, self._slots[part.slot].dtype)
+            if share is None:
+                runs = partition(part.elements, len(node.members), array.itemsize)
+            else:
+                runs = [part.within(each) for each in share.of_ranks]
+            own = slice(*runs[node.me])
+            flat = None
+            if share is not None and array[own].size:
+                begin = part.begin - share.begin
+                flat = share.flat[begin + own.start : begin + own.stop]
+            if mode is Mode.ALLGATHER:
+                source = None
+                if flat is not None:
+                    array[own] = flat
+            ticket = node.staging.queues[half].draw()
+            yield from node.staging.run(half, ticket, mode, array, runs, op, scale, source)
+            if mode is Mode.REDUCE_SCATTER and flat is not None:
+                flat[...] = array[own]
+        order.leave(number)
 
 
 def node_pass(
@@ -223,13 +278,10 @@ def node_pass(
     staging = None if group.layout is None else group.layout.staging
     if staging is None:
         return None, ""
-    from hvdkit.transports.node.transport import NodeTransport
-
-    assert isinstance(group.transport, NodeTransport)
-    here = None
+    here, transport = None, cast("NodeTransport", group.transport)
     try:
         segment = lane_segment(lane_id)
-        here = NodePass(group.transport, staging.members, segment, slots, staging.spin_seconds, holds_all)
+        here = NodePass(transport, segment, slots, staging, holds_all)
         here.populate()
     except OSError as error:
         if here is not None:

@@ -27,8 +27,7 @@ class Offer:
     def __init__(
         self, address: int, make_array: Callable[[], Any], source: Array | None = None, array: Array | None = None
     ) -> None:
-        self.address = address
-        self.source = source
+        self.address, self.source = address, source
         self._make_array = make_array
         self._array: Any = array
 
@@ -52,24 +51,18 @@ def _nothing() -> Any:
 # The gradient has been copied into its slot; see Reducer.small.
 FILLED = Offer(0, _nothing)
 
-
 Offsets = list[int | None]
 
 
-def is_small(slot: Slot) -> bool:
-    """True if a gradient is too small for an allocation of the arena, so that it is copied into the block."""
-    return slot.elements * slot.dtype.itemsize < SMALLEST_BYTES
-
-
 def block_offsets(slots: Sequence[Slot], holds_all: bool = False) -> tuple[Offsets, int]:
-    """Return the place of each slot in the block, in bytes, None for one without a place; and the bytes of the block.
+    """Return the place of each slot in the block, in bytes, None for large slots; and the bytes of the block.
 
-    ``holds_all``: large slots have a place too.
+    A large slot can be an allocation of the arena. ``holds_all``: large slots have a place too.
     """
     offsets: Offsets = []
     end = 0
     for slot in slots:
-        has_place = holds_all or is_small(slot)
+        has_place = holds_all or slot.elements * slot.dtype.itemsize < SMALLEST_BYTES
         offsets.append(end if has_place else None)
         end += slot.padded * slot.dtype.itemsize if has_place else 0
     return offsets, end
@@ -120,9 +113,8 @@ class Part(NamedTuple):
 
     def source(self) -> Array | None:
         """Return the memory of this rank's contribution if that is not ``array``."""
-        if self.offer is None or self.offer.source is None:
-            return None
-        return self.offer.source[self.first : self.first + self.elements]
+        source = None if self.offer is None else self.offer.source
+        return None if source is None else source[self.first : self.first + self.elements]
 
     def within(self, share: tuple[int, int]) -> tuple[int, int]:
         """Return the elements of this part that lie in a share of its piece."""

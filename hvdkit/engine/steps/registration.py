@@ -9,20 +9,17 @@ from functools import partial
 import numpy as np
 
 from hvdkit.collectives.group import Array, Group
-from hvdkit.collectives.hierarchical import Layout
 from hvdkit.compression import Codec
 from hvdkit.config import Settings
 from hvdkit.engine.loop.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.ranks.assignments import LANES
-from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
-from hvdkit.engine.steps.copied_reducer import CopiedReducer
-from hvdkit.engine.steps.device_reducer import DeviceReducer, stays_on_device
+from hvdkit.engine.steps.device_reducer import CopiedReducer, DeviceReducer, stays_on_device
 from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
-from hvdkit.engine.steps.node_pass import NodePass, node_pass
+from hvdkit.engine.steps.node_pass import node_pass
 from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.errors import HorovodInternalError
@@ -46,31 +43,19 @@ NO_NUMBER = (
 )
 
 
-def lane_device(groups: Groups, topology: Topology, device: str, codecs: Sequence[Codec], process_set_id: int) -> str:
-    """Return ``device`` if all codecs can work there, else HOST."""
-    members = groups.group(process_set_id).members
-    encodes = device.partition(":")[0] not in groups.transport.host_types
-    return device if stays_on_device(codecs, topology.nodes, members, encodes) else HOST
-
-
 def idle_codecs(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], group: Group) -> list[str]:
-    """Return the names of codecs that encode nothing, since these ranks sum in the memory of one node.
-
-    Adapters warn of codecs with a momentum of their own, which is missing then.
-    """
+    """Return the names of codecs that encode nothing here; of those with a momentum adapters warn."""
     nodes_here = [node for node in nodes if not set(node).isdisjoint(group.members)]
     idle = {codec.name for codec in codecs if codec.encodes and not codec.everywhere and not codec.has_momentum}
     return sorted(idle) if group.layout is not None and len(nodes_here) == 1 and group.size > 1 else []
 
 
 def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane | None:
-    """Agree on a plan with all ranks of its process set. Blocks. Returns None where a rank has joined.
-
-    Raises HorovodInternalError where the ranks' plans differ.
-    """
+    """Agree on a plan with all ranks of its process set, or raise. Blocks. Return None where a rank has joined."""
     groups, reduction = named.groups, plan.reduction
     transport, group = groups.transport, groups.group(plan.process_set_id)
-    device = lane_device(groups, topology, plan.device, reduction.codecs, plan.process_set_id)
+    encodes = plan.device.partition(":")[0] not in transport.host_types
+    device = plan.device if stays_on_device(reduction.codecs, topology.nodes, group.members, encodes) else HOST
     device_type = device.partition(":")[0]
     summaries = [codec.summary for codec in reduction.codecs]
     signature = {
@@ -87,9 +72,8 @@ def register(named: NamedOperations, topology: Topology, settings: Settings, lan
     lane_id, number = agreed
     if number is None:
         raise HorovodInternalError(NO_NUMBER.format(name=plan.name, rank=topology.describe(topology.rank), count=LANES))
-    collectives = None
-    if device_type in transport.device_types:
-        collectives = transport.collectives_for(device, group.members, f"lane{lane_id}")
+    is_served = device_type in transport.device_types
+    collectives = transport.collectives_for(device, group.members, f"lane{lane_id}") if is_served else None
     reducer: Reducer
     if collectives is not None:
         reducer = DeviceReducer(group, reduction, collectives, plan.slots, topology.nodes)
@@ -116,37 +100,23 @@ def copies_opener(device: str) -> Callable[[Array], HostCopies] | None:
 def _host_reducer(named: NamedOperations, topology: Topology, in_turns: bool, plan: Plan, lane_id: int) -> Reducer:
     """Return a lane's reducer on the host; it uses the node's memory if no rank of the lane is short of it."""
     group, opener = named.groups.group(plan.process_set_id), copies_opener(plan.device)
-    if group.layout is None:
-        return _reducer_in(None, None, group, plan, opener)
-    node, problem = node_pass(group, lane_id, plan.slots, holds_all=opener is not None)
-    everyone = topology.size
-    # The first rank that is short of memory, whether all compute where they sum, and whether all copy, or none.
-    agreed = np.array(
-        [topology.rank if problem else everyone, plan.device in ("cpu", HOST), opener is not None, opener is None]
-    )
-    named.allreduce([agreed], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
-    short, all_on_host, are_alike = int(agreed[0]), bool(agreed[1]), bool(agreed[2] or agreed[3])
-    if short == topology.rank or (group.rank == 0 and not are_alike):
-        logger.warning(
-            "%s: the gradients of '%s' are not in shared memory, which is slower: %s",
-            topology.describe(topology.rank), plan.name, problem or "they are on a GPU on some ranks and not on others",
-        )  # fmt: skip
-    if short < everyone or not are_alike:
-        if node is not None:
-            node.discard()
-        return _reducer_in(None, None, group, plan, opener)
-    takes_turns = in_turns and all_on_host and node is not None and len(group.layout.nodes) == 1
-    return _reducer_in(group.layout, node, group, plan, opener, takes_turns)
-
-
-def _reducer_in(
-    layout: Layout | None,
-    node: NodePass | None,
-    group: Group,
-    plan: Plan,
-    opener: Callable[[Array], HostCopies] | None,
-    takes_turns: bool = False,
-) -> Reducer:
-    if opener is None:
-        return HostReducer(group, plan.reduction, layout, plan.slots, node, takes_turns)
-    return CopiedReducer(group, plan.reduction, layout, plan.slots, node, opener)
+    layout, node, takes_turns = group.layout, None, False
+    if layout is not None:
+        node, problem = node_pass(group, lane_id, plan.slots, holds_all=opener is not None)
+        # The first rank that is short of memory, whether all compute where they sum, and whether all copy, or none.
+        short = topology.rank if problem else topology.size
+        agreed = np.array([short, plan.device in ("cpu", HOST), opener is not None, opener is None])
+        named.allreduce([agreed], ReduceRequest(ReduceOp.MIN), Call(f"{plan.name}.memory", plan.process_set_id)).wait()
+        short, all_on_host, are_alike = int(agreed[0]), bool(agreed[1]), bool(agreed[2] or agreed[3])
+        if short == topology.rank or (group.rank == 0 and not are_alike):
+            problem = problem or "they are on a GPU on some ranks and not on others"
+            text = "%s: the gradients of '%s' are not in shared memory, which is slower: %s"
+            logger.warning(text, topology.describe(topology.rank), plan.name, problem)
+        takes_turns = in_turns and all_on_host and node is not None and len(layout.nodes) == 1
+        if short < topology.size or not are_alike:
+            if node is not None:
+                node.discard()
+            layout, node, takes_turns = None, None, False
+    if opener is not None:
+        return CopiedReducer(group, plan.reduction, layout, plan.slots, node, opener)
+    return HostReducer(group, plan.reduction, layout, plan.slots, node, takes_turns)

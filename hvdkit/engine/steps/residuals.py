@@ -30,10 +30,9 @@ Note = tuple[int, str, int, int, Any]
 
 @dataclass
 class Checkpoint:
-    """A copy of a lane's residuals.
+    """A copy of a lane's residuals. A lane with the same ``fingerprint`` goes on with the same bits.
 
-    With the same ``fingerprint``, of codecs, shapes and ranks, a lane goes on with the same bits. Elsewhere each
-    tensor's ``owed`` is added once to its next gradient.
+    Elsewhere each tensor's ``owed`` is added once to its next gradient.
     """
 
     fingerprint: str
@@ -52,7 +51,7 @@ class Checkpoint:
 class Residuals:
     """The states of a lane's buckets. Buckets that are laid out anew keep the state of their slots.
 
-    ``over_nodes``: None where no ranks share memory, so that each rank encodes its own gradients; else whether there
+    ``over_nodes``: None where no ranks share memory, so that each rank encodes its own gradients; else True if there
     are several nodes, between which ranks encode shares of their node's sum.
     """
 
@@ -133,13 +132,11 @@ class Residuals:
     def finished(self, piece: Piece) -> Tally:
         """Return the tally of the operation on a piece, and add it to the totals of its tensors, by elements."""
         tally = self._tallies.pop((piece.bucket, piece.begin))
-        inside = {}
-        for slot in self._buckets[piece.bucket].slots:
-            _, begin, end = self._places[slot]
-            inside[slot] = max(0, min(piece.end, end) - max(piece.begin, begin))
-        total = sum(inside.values())
+        places = [(slot, *self._places[slot][1:]) for slot in self._buckets[piece.bucket].slots]
+        inside = {slot: min(piece.end, end) - max(piece.begin, begin) for slot, begin, end in places}
+        total = sum(elements for elements in inside.values() if elements > 0)
         for slot, elements in inside.items():
-            if elements:
+            if elements > 0:
                 self._totals[slot].add(tally, elements / total)
         return tally
 
@@ -192,10 +189,7 @@ class Residuals:
             del arrays[OWED]
 
     def clear_gaps(self, piece: Piece, flat: Array) -> None:
-        """Zero the elements between tensors in ``flat``, a piece, and in its state.
-
-        Values decoded into a gap would be encoded again, and some codecs make something of zeros.
-        """
+        """Zero the elements between tensors in ``flat``, a piece, and in its state: they would be encoded again."""
         gaps = self.gaps(piece.bucket)
         arrays = self._states[piece.bucket].part(piece.begin, piece.end).arrays if gaps else {}
         for begin, end in gaps:
@@ -218,10 +212,11 @@ class Residuals:
 
     def checkpoint(self, fingerprint: str, units: Sequence[dict[str, float]], keys: Sequence[Hashable]) -> Checkpoint:
         """Return a copy of all that is not zero; ``units`` are by bucket, ``keys`` by slot."""
-        arrays, units_of = {}, {}
-        for slot, key in enumerate(keys):
-            arrays[key] = {kind: array.copy() for kind, array in self.of_slot(slot).items() if array.any()}
-            units_of[key] = units[self._places[slot][0]]
+        arrays = {
+            key: {kind: array.copy() for kind, array in self.of_slot(slot).items() if array.any()}
+            for slot, key in enumerate(keys)
+        }
+        units_of = {key: units[self._places[slot][0]] for slot, key in enumerate(keys)}
         notes: list[Note] = [
             (bucket.slots[0], *key, deepcopy(value))
             for bucket, state in zip(self._buckets, self._states, strict=True)
@@ -234,10 +229,7 @@ class Residuals:
     def restore(
         self, saved: Checkpoint, fingerprint: str, units: Sequence[dict[str, float]], keys: Sequence[Hashable]
     ) -> None:
-        """Go on from a checkpoint: with the same bits at the same ``fingerprint``, else by owing its residuals.
-
-        ``units`` are by bucket, ``keys`` by slot. A tensor that this lane does not have is left out.
-        """
+        """Go on from a checkpoint: with the same bits at the same ``fingerprint``, else by owing its residuals."""
         self.start_at(saved.turn)
         is_same = saved.fingerprint == fingerprint and list(saved.arrays) == list(keys)
         for slot, key in enumerate(keys):
@@ -259,8 +251,8 @@ class Residuals:
     def owe(self, slot: int, values: Array, unit: float) -> None:
         """Add to this rank's next gradient of a tensor, once, what adds ``values`` to the result.
 
-        ``unit``: the factor that makes a gradient, after its own factor, a part of the result; 0.0 where the result is
-        no sum, to which nothing can be added. Values that are too large for a float32 are dropped with a warning.
+        ``unit``: see ``Reducer``; with 0.0 nothing can be added. Values that are too large for a float32 are dropped
+        with a warning.
         """
         if unit == 0.0 or not values.any():
             return

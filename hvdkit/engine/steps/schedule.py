@@ -5,7 +5,7 @@ measured at init between two ranks, of different nodes if there are several. The
 share no memory, a tensor of 1 MiB or more has a bucket of its own, and travels from where it lies.
 
 Of the pieces that are ready, the piece that the next forward pass needs first travels first. The order is computed
-once, from what rank 0 observed, and is the same on all ranks: ranks that chose by themselves would wait for each other.
+once, from what rank 0 observed: ranks that chose by themselves would wait for each other.
 
 A sum beside the backward pass needs a core. Where the ranks of a lane share one node's memory and their threads have
 every core of every node (``Topology.is_full``), buckets have 128 MiB (``without_overlap``), and are summed after the
@@ -37,8 +37,8 @@ MOST_BUCKETS_IN_FLIGHT = 16
 ENCODED_BUCKET = 8 * MEBIBYTE
 # A tensor of this size costs as much if it is copied into a bucket and back as an operation of its own does.
 WORTH_AN_OPERATION = MEBIBYTE
-# Where the computation has every core, what is summed beside a backward pass takes from it all that it saves, and its
-# caches too: a few large buckets, summed when it is over, cost less. Larger ones would keep the engine from all else.
+# Where the computation has every core, a few large buckets, summed after a backward pass, cost less. Larger ones would
+# keep the engine from all else.
 BUCKET_AT_THE_END = 128 * MEBIBYTE
 
 # For a device's own collectives: the sizes of DistributedDataParallel's buckets, chosen for NCCL (Li et al., 2020).
@@ -102,10 +102,7 @@ def choose_sizes(
 
 
 def for_a_device(sizes: Sizes) -> Sizes:
-    """Return sizes for gradients that a device's library sums, of which what the host measured says nothing.
-
-    A size that was asked for stays.
-    """
+    """Return sizes for gradients that a device's library sums, unless a size was asked for."""
     if sizes.alone is None or sizes.bucket >= DEVICE_BUCKET:
         return replace(sizes, alone=None)
     in_flight, reason = BUCKETS_IN_FLIGHT * DEVICE_BUCKET, f"{DEVICE_BUCKET // MEBIBYTE} MiB, as on any device"
@@ -148,23 +145,16 @@ def cut(elements: Sequence[int], itemsizes: Sequence[int], largest: Sequence[int
 
 
 def send_order(
-    pieces: Sequence[Piece],
-    ready_at: Sequence[float],
-    needed: Sequence[int],
-    nbytes: Sequence[int],
-    network: Network,
+    pieces: Sequence[Piece], ready_at: Sequence[float], needed: Sequence[int], nbytes: Sequence[int], network: Network
 ) -> tuple[list[int], list[str]]:
     """Return the order in which pieces travel, and the reason for the place of each.
 
     ``ready_at`` (seconds) and ``needed`` (smaller: the next forward pass wants it sooner) are by bucket. ``nbytes``, by
-    piece, is what a rank sends for it where the next forward pass begins before all have come: there what comes late
-    keeps all behind it waiting. Elsewhere it is half of that, as if the wire were twice as quick: a piece that is
-    ordered before it is ready keeps the wire idle, while one that comes a little later costs nothing. Payloads of lossy
-    codecs count as if they were not encoded, by half, everywhere.
+    piece, is what a rank sends in one of two phases, as if the wire were twice as quick: a piece that is ordered before
+    it is ready keeps the wire idle, while a piece that comes a little later costs nothing.
 
-    It is what a wire would do that always takes the most urgent of what is ready; where the wire keeps up with the
-    backward pass that is the order of readiness. All ranks compute it from rank 0's words, so no rank waits for another
-    that chose differently.
+    The order is that of a wire that always takes the most urgent piece that is ready; where the wire keeps up with the
+    backward pass that is the order of readiness.
     """
     waiting = deque(sorted(range(len(pieces)), key=lambda index: (ready_at[pieces[index].bucket], index)))
     order: list[int] = []
@@ -180,8 +170,7 @@ def send_order(
             heappush(urgent, (needed[pieces[index].bucket], pieces[index].begin, -len(waiting), index))
             insort(ready, index)
         chosen = heappop(urgent)[-1]
-        overtaken = bisect_left(ready, chosen)
-        if overtaken:
+        if overtaken := bisect_left(ready, chosen):
             reasons.append(f"needed sooner than {overtaken} that were ready before")
         else:
             reasons.append("ready first" if len(ready) == 1 else f"needed soonest of {len(ready)}")

@@ -13,10 +13,12 @@ import torch
 from hvdkit.api.checks import check_registered
 from hvdkit.api.gradients.planning import form_groups
 from hvdkit.api.gradients.settings import GradientSettings
+from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.engine.steps.registration import HOST
-from hvdkit.torch.gradients.layout import Kinds, can_be_planned, declared_dtypes, gradient_dtypes, slot_of
+from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.gradients.layout import Kinds, can_be_planned, declared_dtypes, gradient_dtype, slot_of
 from hvdkit.torch.gradients.named import NamedGradients
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.watch import Watched
@@ -61,7 +63,7 @@ def agree_on_kinds(
         if (gradient := parameter.grad) is not None
         and (gradient.is_sparse or getattr(parameter, "grad_dtype", parameter.dtype) is None)
     ]
-    dtypes = dict(zip(map(id, parameters), gradient_dtypes(parameters), strict=True))
+    dtypes = {id(parameter): gradient_dtype(parameter) for parameter in parameters}
     sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
     open_dtypes: dict[int, torch.dtype] = {}
     is_complete, rows_by_rank = engine.named.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
@@ -77,10 +79,10 @@ def agree_on_kinds(
 
 
 class Agreement:
-    """The division of an optimizer's gradients into planned and named ones. Its construction is collective.
+    """The division of an optimizer's gradients into planned and named ones.
 
-    Ranks whose parameters differ raise HorovodInternalError there. While a rank has joined there is no plan: gradients
-    go by name, and all ranks agree anew in the next step.
+    Its construction is collective; ranks whose parameters differ raise HorovodInternalError there. While a rank has
+    joined there is no plan: gradients go by name, and all ranks agree anew in the next step.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Agreement:
         self.ids = list(parameters)
         self.engine = engine
         self._settings = settings
-        self._dtypes, self._declared = gradient_dtypes(members), list(map(declared_dtypes, members))
+        self._dtypes, self._declared = list(map(gradient_dtype, members)), list(map(declared_dtypes, members))
         self._epoch = engine.groups.plan_epoch
         process_set_id = check_registered(settings.title, settings.process_set)
         assert settings.pairing is not None, "an optimizer is kept"
@@ -125,8 +127,8 @@ class Agreement:
     def changed(self, parameters: dict[int, torch.Tensor]) -> list[int]:
         """Return the ids of parameters whose gradients have another dtype than ranks agreed on."""
         agreed = dict(zip(self.ids, self._dtypes, strict=True))
-        dtypes = zip(parameters, gradient_dtypes(parameters.values()), strict=True)
-        return [key for key, dtype in dtypes if agreed.get(key, dtype) is not dtype]
+        dtypes = {key: gradient_dtype(parameter) for key, parameter in parameters.items()}
+        return [key for key, dtype in dtypes.items() if agreed.get(key, dtype) is not dtype]
 
     def leave_out(self, ids: Collection[int]) -> None:
         """Do not reduce these parameters in this step, the last step of this agreement, on all ranks alike."""
@@ -134,23 +136,31 @@ class Agreement:
             self.planned.leave_out(ids)
         self.named.leave_out(ids)
 
-    def hand_over(
-        self,
-        parameter: torch.Tensor,
-        since: float | None = None,
-        watched: Watched | None = None,
-        may_grow: bool = False,
-    ) -> None:
-        """Let a complete gradient be reduced; see PlannedGradients.hand_over for the other arguments.
+    def hand_over(self, parameter: torch.Tensor, since: float, watched: Watched | None) -> None:
+        """Let a gradient be reduced that was complete before; see PlannedGradients.hand_over."""
+        if self.planned is not None and id(parameter) in self.planned.index:
+            self.planned.hand_over(self.planned.index[id(parameter)], since, watched)
+        else:
+            self.named.hand_over(parameter)
 
-        Parameters that are no part of the agreement are left for the next agreement.
-        """
-        key, planned = id(parameter), self.planned
-        i = None if planned is None else planned.index.get(key)
-        if planned is not None and i is not None:
-            planned.hand_over(i, since, watched, may_grow)
-        elif key in self.named.index:
-            self.named.hand_over(parameter, may_grow)
+    def abandon(self, has_raised: bool) -> HorovodInternalError | None:
+        """Abandon a step as ``GradientSynchronizer.abandon`` says. Return the error that the next step raises."""
+        error = None
+        if self.planned is not None:
+            lane = self.planned.lane
+            was_in_flight = lane.in_flight
+            lane.abandonment.begin()
+            if has_raised and was_in_flight and not lane.on_device:
+                with self.engine.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
+                    lane.fail(HorovodInternalError("an exception ended a step on this rank"))
+            else:
+                error = lane.error
+                try:
+                    lane.abandonment.settle()
+                except HorovodInternalError as failure:
+                    error = failure
+        self.named.abandon(waits=not has_raised)
+        return None if has_raised else error
 
     def finish(self, name_of: NameOf) -> None:
         """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
@@ -160,9 +170,9 @@ class Agreement:
         if self.named.parameters:
             self.named.finish()
 
-    def finish_newcomers(self, parameters: Sequence[torch.Tensor], name_of: NameOf) -> None:
-        """Reduce gradients that were computed before this agreement, one by one."""
-        self._by_name(list(parameters), name_of, "newcomer.").finish()
+    def finish_newcomers(self, parameters: list[torch.Tensor], name_of: NameOf) -> None:
+        """Reduce gradients that were computed before this agreement, each by itself."""
+        self._by_name(parameters, name_of, "newcomer.").finish()
 
     def _by_name(self, parameters: list[torch.Tensor], name_of: NameOf, prefix: str = "") -> NamedGradients:
         names = {id(parameter): f"{self._title}.{prefix}{name_of(parameter)}" for parameter in parameters}
@@ -177,12 +187,13 @@ class Agreement:
         # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
         devices = {parameter.device for parameter in parameters}
         codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
+        slots = [
+            slot_of(name_of(parameter), parameter, self.kinds.dtypes[id(parameter)], number)
+            for parameter, number in zip(parameters, numbers, strict=True)
+        ]
         lane = self.engine.register_plan(
             self._title,
-            [
-                slot_of(name_of(parameter), parameter, self.kinds.dtypes[id(parameter)], number)
-                for parameter, number in zip(parameters, numbers, strict=True)
-            ],
+            slots,
             op=settings.op,
             prescale=prescale,
             postscale=postscale,

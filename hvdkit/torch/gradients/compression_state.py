@@ -37,7 +37,7 @@ def save(lane: Lane) -> Saved | None:
     """Return the residuals of a lane by the names of its parameters, for ``optimizer.state_dict()``; None if none."""
     if lane.in_flight and lane.reducer.residuals.keeps_anything:
         raise AssertionError(IN_FLIGHT)
-    return saved(lane, names_in(lane))
+    return saved(lane, [slot.name for slot in lane.slots])
 
 
 def saved(lane: Lane, names: Sequence[str]) -> Saved | None:
@@ -61,11 +61,6 @@ def saved(lane: Lane, names: Sequence[str]) -> Saved | None:
             [*key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value] for *key, value in state.notes
         ],
     }
-
-
-def names_in(lane: Lane) -> list[str]:
-    """Return the names of a lane's parameters."""
-    return [slot.name for slot in lane.slots]
 
 
 def shapes_of(lane: Lane, names: Sequence[str]) -> Shapes:
@@ -100,30 +95,25 @@ def check(saved: Any, shapes: Shapes) -> list[Saved]:
 
 def _check_arrays(name: str, arrays: Mapping[str, Any], shape: Sequence[int], here: Sequence[int] | None) -> None:
     if here is not None and list(shape) != list(here):
+        was, now = (" x ".join(map(str, each)) or "a number" for each in (shape, here))
         raise ValueError(
-            f"{IN_STATE} {name!r} was {_dims(shape)} when it was saved, and is {_dims(here)} here\n"
+            f"{IN_STATE} {name!r} was {was} when it was saved, and is {now} here\n"
             "HINT: load the state of the same model, or leave it out, which loses what was not sent yet."
         )
-    unknown = sorted(arrays.keys() - KINDS)
-    if unknown:
+    if unknown := sorted(arrays.keys() - KINDS):
         raise ValueError(f"{IN_STATE} of {name!r} there is {unknown}, which no codec keeps")
     for kind, array in arrays.items():
         if array.numel() != prod(shape):
             raise ValueError(f"{IN_STATE} {kind!r} of {name!r} has {array.numel()} elements, expected {prod(shape)}")
 
 
-def _dims(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "a number"
-
-
 def resume(lane: Lane, saved: Saved | Sequence[Saved], names: Sequence[str] | None = None) -> None:
     """Go on from the residuals that one or several ranks of an earlier job saved, and from the turn of its warm-up.
 
-    ``names``: of the lane's slots, if not their own.
-    Each rank's residuals are taken once: a rank takes its own; with another number of ranks, the residuals of rank r
-    go to rank r modulo the number of ranks here, which owes them all.
+    ``names``: of the lane's slots, if not their own. Each rank's residuals are taken once: a rank takes its own;
+    with another number of ranks, those of rank r go to rank r modulo the number of ranks here, which owes them all.
     """
-    names = names_in(lane) if names is None else names
+    names = [slot.name for slot in lane.slots] if names is None else names
     states = check(saved, shapes_of(lane, names))
     for state in states:
         if state["rank"] % lane.group.size == lane.group.rank:
@@ -185,8 +175,7 @@ class OptimizerCodecs:
 def merge_state_dicts(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the state_dict for this rank to load, from those that all ranks of an earlier job saved.
 
-    For an optimizer whose compression keeps what was not sent: nothing of it is lost, whatever the number of ranks is
-    now.
+    Nothing that compression kept and had not sent is lost, whatever the number of ranks is now.
 
     Args:
         states: what ``optimizer.state_dict()`` returned on all ranks, in the order of ranks.

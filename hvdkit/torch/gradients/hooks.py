@@ -6,6 +6,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ _APPLY = BackwardCFunction.apply.__code__
 
 
 class _Hook:
-    """A hook on a parameter. It keeps neither its ``hooks`` nor the parameter alive.
+    """A hook on a parameter, which does not keep its ``hooks`` alive.
 
     Nothing refers weakly to a parameter: ``torch.utils.swap_tensors`` refuses a tensor that has weak references.
     """
@@ -47,8 +48,7 @@ class _Hook:
         self.hooks = weakref.ref(hooks)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        hooks = self.hooks()
-        if hooks is not None:
+        if (hooks := self.hooks()) is not None:
             hooks._computed(parameter)
 
 
@@ -63,7 +63,7 @@ def is_of(hook: Any, kind: type[ParameterHooks]) -> bool:
 
 
 def _owner_of(parameter: torch.Tensor) -> GradientHooks | None:
-    """Return the hooks of the optimizer that reduces a parameter's gradient, which can be one only."""
+    """Return the hooks of the one optimizer that reduces a parameter's gradient."""
     return next((hook.hooks() for hook in hooks_on(parameter).values() if is_of(hook, GradientHooks)), None)
 
 
@@ -75,12 +75,10 @@ def in_flight(parameter: torch.Tensor) -> bool | None:
 
 def is_inside_backward() -> bool:
     """True if the calling hook runs in a backward pass that the backward() of a Python function started."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 class ParameterHooks(ABC):
@@ -107,7 +105,7 @@ class ParameterHooks(ABC):
         """Act on a backward pass that has added to a gradient."""
 
     def attach(self, parameter: torch.Tensor) -> bool:
-        """Hook a parameter; once is enough, again changes nothing. Returns whether it had no hook of ours."""
+        """Hook a parameter. Return False, and change nothing, if it has the hook already."""
         handle, place = self._handles.get(id(parameter), (None, 0))
         if handle is not None and handle.id in hooks_on(parameter):
             if place == parameter._cdata:
@@ -144,10 +142,7 @@ class ParameterHooks(ABC):
 
 
 class GradientHooks(ParameterHooks):
-    """Hooks that count down ``passes`` backward passes and then call ``complete(parameter)``.
-
-    A parameter that gets hooks here loses those of an earlier object, which from then on is ``superseded``.
-    """
+    """Hooks that count down ``passes`` before they call ``complete``; they take a parameter from earlier hooks."""
 
     def __init__(
         self, passes: int, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]
@@ -159,9 +154,8 @@ class GradientHooks(ParameterHooks):
         # often these add to a gradient is unknown before the outer pass ends.
         self.reentered: set[int] = set()
         self._graph_task, self._is_inside = -1, False
-        self._counts = (
-            False  # in this backward pass: the gradients of a forked child, or after shutdown(), are no rank's
-        )
+        # In this backward pass: the gradients of a forked child, or after shutdown(), are no rank's.
+        self._counts = False
 
     @property
     def touched(self) -> bool:
@@ -210,7 +204,5 @@ class GradientHooks(ParameterHooks):
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(GRAPH_IN_GRADIENT.format(name=self._name(parameter)))
         self._left[key] = left
-        if left == 0:
-            owner = self._owner()
-            if owner is not None:
-                self._complete(owner, parameter)
+        if left == 0 and (owner := self._owner()) is not None:
+            self._complete(owner, parameter)

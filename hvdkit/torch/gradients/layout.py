@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float16: np.dtype(np.float16),
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
 }
-
-
 TOO_WIDE = (
     "The gradient of '{name}' is {dtype} in this step, and all ranks have agreed to reduce it as {agreed}, which would "
     "round it.\n"
@@ -45,11 +43,6 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 # Returns all that decides gradient_dtype; faster than to call that for each parameter in each step.
 declared_dtypes = attrgetter("dtype", "grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
-
-
-def gradient_dtypes(parameters: Collection[torch.Tensor]) -> list[torch.dtype]:
-    """Return ``gradient_dtype`` of each parameter."""
-    return list(map(gradient_dtype, parameters))
 
 
 def arena_sizes(parameters: Iterable[torch.Tensor]) -> list[int]:
@@ -103,8 +96,7 @@ def slot_of(name: str, parameter: torch.Tensor, dtype: torch.dtype, codec: int =
     one axis more, as in DistributedDataParallel: of the real and the imaginary part.
     """
     shape = tuple(parameter.shape)
-    order = memory_order(parameter)
-    if order is not None:
+    if (order := memory_order(parameter)) is not None:
         name, shape = f"{name} (axes in memory: {order})", tuple(parameter.shape[axis] for axis in order)
     if dtype.is_complex:
         name, shape = f"{name} (complex)", (*shape, 2)
@@ -138,10 +130,7 @@ def form_of(like: torch.Tensor, device: torch.device) -> Form:
 
 
 def can_be_reduced_in_place(gradient: torch.Tensor, form: Form) -> bool:
-    """True if a gradient's elements are one block of memory in the order of its slot, which no other tensor has.
-
-    The backward pass may still read a storage that other tensors share.
-    """
+    """True if a gradient is one block of memory in the order of its slot, which no other tensor has."""
     dtype, shape, strides, is_contiguous, on_host, device = form
     return bool(
         gradient.dtype is dtype
@@ -167,7 +156,7 @@ def flat_array(tensor: torch.Tensor) -> Any:
     return as_array(flat_view(tensor))
 
 
-def extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: torch.Tensor) -> int:
     """Return the bytes from a strided tensor's first element to the end of its last element."""
     if tensor.numel() == 0:
         return 0
@@ -182,7 +171,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
         if begin < reached:
             shared.append(index)
         tensor = tensors[index]
-        reached = max(reached, begin + (tensor.nbytes if tensor.is_contiguous() else extent(tensor)))
+        reached = max(reached, begin + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)))
     return shared
 
 

@@ -13,7 +13,7 @@ from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.ops.hints import SPARSE
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
-from hvdkit.torch.gradients.layout import TOO_WIDE, Kinds, gradient_dtype, overlapping
+from hvdkit.torch.gradients.layout import TOO_WIDE, Kinds, gradient_dtype, overlapping, storage_of
 from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_
 from hvdkit.torch.ops.sparse import sparse_allreduce_async
 from hvdkit.torch.ops.sync import synchronize
@@ -24,14 +24,11 @@ Results = list[tuple[torch.Tensor, torch.Tensor | None]]
 Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
 
 
-def empty_sparse(parameter: torch.Tensor, sparse_dim: int, dtype: torch.dtype) -> torch.Tensor:
+def _empty_sparse(parameter: torch.Tensor, sparse_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a sparse gradient without elements, the contribution of a rank without a gradient."""
-    return torch.sparse_coo_tensor(
-        torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device),
-        torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device),
-        parameter.shape,
-        check_invariants=False,
-    )
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 class NamedGradients:
@@ -50,7 +47,6 @@ class NamedGradients:
         groups: Sequence[Sequence[torch.Tensor]] = (),
     ) -> None:
         self.parameters = list(parameters)
-        self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._names = names
         self._settings = settings
         self._dtypes, self._sparse_dims = kinds
@@ -65,16 +61,20 @@ class NamedGradients:
         self._left_out = set(ids)
 
     def hand_over(self, parameter: torch.Tensor, may_grow: bool = False) -> None:
-        """Submit a complete gradient, or its group with the last of it; a gradient that ``may_grow`` waits."""
-        if may_grow:
-            if id(parameter) in self._submitted:
-                raise AssertionError(COMPUTED_AGAIN.format(name=self._names[id(parameter)]))
+        """Submit a complete gradient, or its group with the last of it; a gradient that ``may_grow`` waits.
+
+        A parameter that is not here, since it is new, is left for the next agreement.
+        """
+        key = id(parameter)
+        if may_grow and key in self._submitted:
+            raise AssertionError(COMPUTED_AGAIN.format(name=self._names[key]))
+        if may_grow or key not in self._names:
             return
-        gradient, dtype = parameter.grad, self._dtypes[id(parameter)]
+        gradient, dtype = parameter.grad, self._dtypes[key]
         if gradient is not None and gradient.dtype is not dtype and gradient_dtype(parameter) is not dtype:
             return  # finish() knows more
-        self._ready.add(id(parameter))
-        group = self._group_of.get(id(parameter), (parameter,))
+        self._ready.add(key)
+        group = self._group_of.get(key, (parameter,))
         if all(id(member) in self._ready for member in group):
             self._submit(group)
 
@@ -87,18 +87,21 @@ class NamedGradients:
         able = _able_to_hold(self.parameters)
         for wait, adopt in self._take_pending():
             for parameter, result in adopt(wait()):
-                if parameter.requires_grad:
-                    _give_back(parameter, result, id(parameter) in able)
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None or result is None or result.layout is not torch.strided:
+                    parameter.grad = result
+                elif id(parameter) in able:
+                    parameter.grad.copy_(result)
+                else:
+                    parameter.grad = result
 
-    def abandon(self) -> None:
-        """Wait for the operations submitted in this step, and forget them."""
+    def abandon(self, waits: bool) -> None:
+        """Forget the operations submitted in this step, after a wait for them if it ``waits``."""
         for wait, _ in self._take_pending():
             with suppress(HorovodInternalError):
-                wait()
-
-    def forget(self) -> None:
-        """Forget the operations submitted in this step, without a wait."""
-        self._take_pending()
+                if waits:
+                    wait()
 
     def _take_pending(self) -> list[Pending]:
         pending, self._pending = self._pending, []
@@ -110,7 +113,6 @@ class NamedGradients:
     def _submit(self, group: Sequence[torch.Tensor]) -> None:
         self._submitted.update(id(member) for member in group)
         is_sparse = id(group[0]) in self._sparse_dims and not self._settings.sparse_as_dense
-        assert not is_sparse or len(group) == 1, "groups hold dense parameters"
         self._pending.append(self._submit_sparse(group[0]) if is_sparse else self._submit_dense(group))
 
     def _compressed(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -126,7 +128,7 @@ class NamedGradients:
         compressed, context = self._settings.compressor.compress(gradient)
         compressed = compressed.detach().contiguous()
         # What is summed in place must be nobody else's, and the gradient may be.
-        is_view = compressed.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+        is_view = storage_of(compressed) == storage_of(gradient)
         return compressed.clone() if is_view else compressed, context
 
     def _decompressed(self, parameter: torch.Tensor, reduced: torch.Tensor, context: Any) -> torch.Tensor:
@@ -137,16 +139,11 @@ class NamedGradients:
 
     def _submit_dense(self, group: Sequence[torch.Tensor]) -> Pending:
         compressed, contexts = zip(*map(self._compressed, group), strict=True)
-        is_single = len(group) == 1
+        is_single, settings = len(group) == 1, self._settings
         start = partial(allreduce_async_, compressed[0]) if is_single else partial(grouped_allreduce_async_, compressed)
-        prescale, postscale = self._settings.scales
-        handle = start(
-            name=self._names[id(group[0])],
-            op=self._settings.op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            process_set=self._settings.process_set,
-        )
+        prescale, postscale = settings.scales
+        factors = {"prescale_factor": prescale, "postscale_factor": postscale}
+        handle = start(name=self._names[id(group[0])], op=settings.op, process_set=settings.process_set, **factors)
 
         def adopt(reduced: Any) -> Results:
             gradients = [reduced] if is_single else reduced
@@ -160,7 +157,7 @@ class NamedGradients:
     def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
         gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
         if gradient is None or not parameter.requires_grad:
-            gradient = empty_sparse(parameter, sparse_dim, self._dtypes[id(parameter)])
+            gradient = _empty_sparse(parameter, sparse_dim, self._dtypes[id(parameter)])
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(sparse_dim)
         name = f"{self._names[id(parameter)]}{SPARSE}"
@@ -175,22 +172,11 @@ class NamedGradients:
 
 def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
     """Return the ids of parameters whose dense gradients can hold results: those share no bytes with earlier ones."""
-    dense = [
-        (parameter, parameter.grad)
-        for parameter in parameters
-        if parameter.grad is not None and parameter.grad.layout is torch.strided
-    ]
-    shared = set(overlapping([gradient for _, gradient in dense]))
+    dense = [member for member in parameters if member.grad is not None and member.grad.layout is torch.strided]
+    gradients: list[Any] = [member.grad for member in dense]
+    shared = set(overlapping(gradients))
     return {
         id(parameter)
-        for index, (parameter, gradient) in enumerate(dense)
+        for index, (parameter, gradient) in enumerate(zip(dense, gradients, strict=True))
         if index not in shared and torch._debug_has_internal_overlap(gradient) != 1
     }
-
-
-def _give_back(parameter: torch.Tensor, result: torch.Tensor | None, is_able: bool) -> None:
-    """Write the result into the gradient's tensor, or replace a tensor that cannot hold it."""
-    if is_able and parameter.grad is not None and result is not None and result.layout is torch.strided:
-        parameter.grad.copy_(result)
-    else:
-        parameter.grad = result

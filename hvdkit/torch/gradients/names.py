@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,11 +19,7 @@ NO_PAIRS = (
 
 def find_duplicates(names: Iterable[str]) -> list[str]:
     """Return every name that occurs more than once, sorted."""
-    seen: set[str] = set()
-    duplicates: set[str] = set()
-    for name in names:
-        (duplicates if name in seen else seen).add(name)
-    return sorted(duplicates)
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def parameters_of(param_groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
@@ -53,17 +50,16 @@ def check_names(
         raise TypeError(NO_PAIRS.format(got=f"{named_parameters!r}"))
     pairs = list(named_parameters)
     for index, pair in enumerate(pairs):
-        if not _is_named_parameter(pair):
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
             raise ValueError(NO_PAIRS.format(got=f"{_brief(pair)} at index {index}"))
-    duplicates = find_duplicates(name for name, _ in pairs)
-    if duplicates:
+    if duplicates := find_duplicates(name for name, _ in pairs):
         raise ValueError(
             "Parameter names in named_parameters must be unique. Found duplicates: "
             f"{', '.join(duplicates)}\nHINT: several models in one optimizer need a prefix for each."
         )
     named = {id(parameter) for _, parameter in pairs}
-    unnamed = [parameter for parameter in parameters_of(param_groups) if id(parameter) not in named]
-    if unnamed:
+    if unnamed := [parameter for parameter in parameters_of(param_groups) if id(parameter) not in named]:
         raise ValueError(
             "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
             f"{', '.join(str(id(parameter)) for parameter in unnamed)} (shapes: "
@@ -71,10 +67,6 @@ def check_names(
             "HINT: name every parameter of the optimizer, or pass named_parameters=None."
         )
     return pairs
-
-
-def _is_named_parameter(pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
 
 
 def _brief(value: Any) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from hvdkit.arena import ARENA
-from hvdkit.engine.steps.arrangement import UNSEEN
 from hvdkit.engine.steps.offers import FILLED, Offer
-from hvdkit.torch.gradients.half_summed import mark_half_summed
+from hvdkit.engine.steps.plan import UNSEEN
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import (
     TOO_WIDE,
@@ -28,7 +27,7 @@ from hvdkit.torch.gradients.layout import (
     storage_of,
     tensor_on,
 )
-from hvdkit.torch.gradients.watch import Watched, changed_since, is_moved, raise_if_changed, watch
+from hvdkit.torch.gradients.watch import Watched, changed_since, is_moved, mark_half_summed, raise_if_changed, watch
 
 
 class PlannedGradients:
@@ -36,8 +35,7 @@ class PlannedGradients:
 
     After a step, the tensor that ``p.grad`` was at the end of backward() holds the result. A large gradient is reduced
     where it lies if no other tensor has its storage. Small gradients, and gradients on another device or of another
-    dtype or layout than their slot's, are copied, and the results are written back. ``device``: that of the lane's
-    memory.
+    dtype or layout than their slot's, are copied, and the results are written back. The lane's memory is on ``device``.
     """
 
     def __init__(self, lane: Any, parameters: Sequence[torch.Tensor], kinds: Kinds, device: torch.device) -> None:
@@ -72,10 +70,7 @@ class PlannedGradients:
         return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
 
     def leave_out(self, ids: Collection[int]) -> None:
-        """Reduce zeros for parameters whose gradients have another dtype now: this step is the last one of this lane.
-
-        Every rank leaves out the same parameters.
-        """
+        """Reduce zeros for parameters that all ranks have cast: this step is the last of this lane."""
         self._left_out = {index for key in ids if (index := self.index.get(key)) is not None}
 
     def hand_over(
@@ -95,30 +90,25 @@ class PlannedGradients:
                 return  # check_unchanged() raises
         elif gradient is not None:
             self._watched[i] = watch(gradient)
-        if may_grow and self.lane.is_ready(i):
+        if may_grow and i in self.lane.step.ready:
             raise AssertionError(COMPUTED_AGAIN.format(name=self.lane.slots[i].name))
         if self._hands_over_late or may_grow:
             self.lane.step.begun = True
             self._waiting[i] = perf_counter() if since is None else since
-            return
-        is_large = i not in self._small and not self.lane.on_device
-        if (
+        elif (
             gradient is not None
-            and is_large
+            and i not in self._small
+            and not self.lane.on_device
             and not ARENA.contains(gradient.data_ptr())
             and can_be_reduced_in_place(gradient, self._forms[i])
         ):
             # Now it would be reduced in memory that share_memory_() may free.
             self._waiting[i] = perf_counter() if since is None else since
         else:
-            self.lane.ready(i, self._offers((i,), (gradient,))[0], since)
+            self.lane.ready_all((i,), self._offers((i,), (gradient,)), (since,))
 
     def _fits_dtype(self, i: int, gradient: torch.Tensor) -> bool:
-        """True if the slot holds a gradient of this dtype; False if its parameter's dtype was changed on all ranks.
-
-        Raises:
-            ValueError: the dtype was left open, and this gradient would be rounded.
-        """
+        """True if the slot holds this dtype, False if the parameter was cast; else raise, as it would be rounded."""
         dtype, agreed = gradient.dtype, self._like[i].dtype
         if gradient_dtype(self.parameters[i]) is not self._declared[i]:
             return False
@@ -152,38 +142,30 @@ class PlannedGradients:
         return offers
 
     def _copy(self, i: int, gradient: torch.Tensor | None) -> Offer:
-        started, small = perf_counter(), self._small.get(i)
-        if small is None:
-            copy = self._copies[i] = self._copied(i, gradient)
+        """Copy a gradient, zeros if it is None, in the layout of its slot."""
+        started, offer, copy = perf_counter(), FILLED, self._small.get(i)
+        if copy is None:
+            like = self._like[i]
+            with ARENA.serving():
+                copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
+            self._copies[i] = copy
             offer = Offer(copy.data_ptr(), partial(self._flatten, copy.data))
+        if gradient is None:
+            copy.zero_()
         else:
-            offer = FILLED
-            if gradient is None:
-                small.zero_()
-            else:
-                small.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            copy.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         self.lane.records.copied([i], started)
         return offer
 
-    def _copied(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of a gradient, zeros if it is None, in the layout of its slot."""
-        like = self._like[i]
-        with ARENA.serving():
-            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
-        return copy.zero_() if gradient is None else copy.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-
     def check_unchanged(self, name_of: Any) -> None:
         """Raise AssertionError if a gradient was changed or replaced while it was being reduced."""
-        changed = changed_since(self._watched, self.parameters)
-        if self._in_place:
-            changed += self._aliases_in_flight()
+        parameters = self.parameters
+        changed = changed_since(self._watched, parameters)
+        if self._in_place:  # no gradient that is not handed over yet may share the storage of one that is being reduced
+            in_flight = {storage_of(parameters[i].grad) for i in self._in_place.values()} - {None}
+            changed += [i for i in self.lane.unready_slots() if storage_of(parameters[i].grad) in in_flight]
         if changed:
-            raise_if_changed([self.parameters[i] for i in changed], name_of)
-
-    def _aliases_in_flight(self) -> list[int]:
-        """Return slots not handed over yet whose gradients share the storage of a gradient that is being reduced."""
-        in_flight = {storage_of(self.parameters[i].grad) for i in self._in_place.values()} - {None}
-        return [i for i in self.lane.unready_slots() if storage_of(self.parameters[i].grad) in in_flight]
+            raise_if_changed([parameters[i] for i in changed], name_of)
 
     def finish(self) -> None:
         """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros."""
@@ -270,10 +252,7 @@ class PlannedGradients:
         parameter.grad = own.to(parameter.device)
 
     def move_out(self) -> bool:
-        """Mark gradients that may be half summed; after a failure, move them out of reach of late messages.
-
-        Return True if any gradient was marked.
-        """
+        """Mark gradients that may be half summed, out of reach of late messages. Return True if there are any."""
         is_marked = False
         for address, i in self._in_place.items():
             gradient = self.parameters[i].grad

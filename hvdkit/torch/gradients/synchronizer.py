@@ -13,17 +13,16 @@ import torch
 from torch._compile import _disable_dynamo
 
 from hvdkit.arena import ARENA
-from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
-from hvdkit.torch.gradients import compression_state
+from hvdkit.torch.gradients import compression_state, watch
 from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
-from hvdkit.torch.gradients.half_summed import HALF_SUMMED, HALF_SUMMED_MARKS, STEP_FAILED, is_half_summed
 from hvdkit.torch.gradients.hooks import GradientHooks
-from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned, gradient_dtype
-from hvdkit.torch.gradients.names import default_names
+from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned
+from hvdkit.torch.gradients.names import default_names, parameters_of
+from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.verification import OptimizerVerification
-from hvdkit.torch.gradients.watch import Watched, changed_of, raise_if_changed, watch
+from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched, changed_since, raise_if_changed
 from hvdkit.torch.phases import follow
 
 INTERRUPTED = (
@@ -39,18 +38,15 @@ SUPERSEDED = (
 class GradientSynchronizer:
     """The reduction of the gradients of ``optimizer``'s parameters, as they become complete or all together.
 
-    The ranks agree on parameters when a step is completed, never inside backward(): there all ranks are at the same
-    line of the program, and a rank without gradients comes there too. So the gradients of the first step travel when
-    the step is completed. Later ones travel during the backward pass, unless the ranks' threads have every core of
-    their one host (``Lane.takes_turns``).
+    Ranks agree on parameters when a step is completed: there all are at the same line of the program, also those
+    without gradients. So the first step has no overlap.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
         self.settings = settings
         self.verification = OptimizerVerification(settings.process_set)
         self.should_synchronize = True  # False within skip_synchronize()
-        self.for_scaler = False  # True if a GradScaler had the gradients synchronised
-        self._is_synchronized = False
+        self.for_scaler = self._is_synchronized = False  # for_scaler: a GradScaler had the gradients synchronised
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
         self.hooks: Any = self._new_hooks()
@@ -58,7 +54,7 @@ class GradientSynchronizer:
         self._distributed = False
         self._agreement: Agreement | None = None
         self._has_begun = False  # True after the first gradient of a step
-        self._agrees_anew = True  # from the first gradient of a step on: True if they wait for the next agreement
+        self._agrees_anew = True  # after it: True if gradients wait for the next agreement
         # By id, complete before there was an agreement: the parameter, the time (perf_counter), the gradient then.
         self._waiting: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
@@ -70,15 +66,11 @@ class GradientSynchronizer:
     def _new_hooks(self) -> Any:
         return GradientHooks(self.settings.backward_passes_per_step, self._complete, self.name_of)
 
-    # -- parameters ---------------------------------------------------------------------------------------------------
-
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the user's name of a parameter, else its place in the optimizer."""
-        name = self._names.get(id(parameter))
-        if name is None:
-            indices = {id(member): index for index, member in default_names(self.groups())}
-            name = indices.get(id(parameter), "a parameter")
-        return name
+        if id(parameter) in self._names:
+            return self._names[id(parameter)]
+        return next((name for name, member in default_names(self.groups()) if member is parameter), "a parameter")
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups of parameters."""
@@ -87,20 +79,11 @@ class GradientSynchronizer:
 
     def trainable(self, complete: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """Return parameters by id, with frozen parameters in ``complete``, whose gradients were complete before."""
-        return {
-            id(parameter): parameter
-            for group in self.groups()
-            for parameter in group["params"]
-            if parameter.requires_grad or id(parameter) in complete
-        }
-
-    # -- the present job ----------------------------------------------------------------------------------------------
+        members = parameters_of(self.groups())
+        return {id(member): member for member in members if member.requires_grad or id(member) in complete}
 
     def bind(self) -> bool:
-        """Prepare a step in the present job. Return True if there are other ranks to reduce with.
-
-        Raises ValueError if a later optimizer has the parameters, HorovodInternalError if hvd.shutdown() ended a step.
-        """
+        """Prepare a step in the present job. Return True if there are other ranks to reduce with."""
         if self.hooks.superseded:
             raise ValueError(SUPERSEDED)
         engine = runtime.engine()
@@ -111,39 +94,36 @@ class GradientSynchronizer:
 
     def _bind_to(self, engine: Any) -> None:
         """Use this engine: a new one after shutdown() and init(), perhaps with another number of ranks."""
-        self._engine = engine
-        self._lane_error = None
-        planned = None if self._agreement is None else self._agreement.planned
-        interrupted = planned is not None and planned.lane.in_flight
+        self._engine, self._lane_error = engine, None
+        is_interrupted = self._planned is not None and self._planned.lane.in_flight
         self._drop_agreement()
-        process_set = self.settings.process_set
-        self._distributed = process_set.included() and process_set.size() > 1
+        is_included = self.settings.process_set.included()
+        self._distributed = is_included and self.settings.process_set.size() > 1
         if self._distributed:
-            self.hooks.attach_all(self.trainable())
-            self._serve()
+            self._attach(self.trainable())
         else:
-            self.hooks.detach()
             self._start_step()
             ARENA.remove_sizes(self._served)
             self._served = []
-            if process_set.included():  # errors of several ranks are raised on one rank too
+            if is_included:  # errors of several ranks are raised on one rank too
                 self.hooks.attach_all(self.trainable())
-        if interrupted:
+            else:
+                self.hooks.detach()
+        if is_interrupted:
             self._start_step()
             raise HorovodInternalError(INTERRUPTED)
 
-    def _serve(self) -> None:
-        """Have gradients of these parameters allocated where the node's other ranks can reach them."""
-        sizes = arena_sizes(self.trainable().values())
-        if sizes and ARENA.open(self._engine.settings.arena) >= 0:
+    def _attach(self, trainable: dict[int, torch.Tensor]) -> None:
+        """Hook parameters, and have their gradients allocated where the node's other ranks can reach them."""
+        self.hooks.attach_all(trainable)
+        sizes, arena = arena_sizes(trainable.values()), self._engine.settings.arena
+        if sizes and ARENA.open(arena) >= 0:
             ARENA.serve_torch()
-        if sizes and self._engine.settings.arena:
+        if sizes and arena:
             ARENA.complain(self._engine.topology)
         served = ARENA.add_sizes(sizes)
         ARENA.remove_sizes(self._served)
         self._served = served
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> bool:
@@ -169,23 +149,21 @@ class GradientSynchronizer:
         agreement = self._agreement
         if not self._has_begun:
             self._has_begun = True
-            is_current = self._engine is not None and runtime.current() is self._engine
-            self._agrees_anew = agreement is None or not is_current or agreement.is_outdated()
+            self._agrees_anew = agreement is None or runtime.current() is not self._engine or agreement.is_outdated()
         key = id(parameter)
         if agreement is None or self._agrees_anew:
-            watched = None if parameter.grad is None else watch(parameter.grad)
+            watched = None if parameter.grad is None else watch.watch(parameter.grad)
             self._waiting[key] = parameter, perf_counter(), watched
         elif agreement.planned is not None and key in agreement.planned.index:
             agreement.planned.hand_over(agreement.planned.index[key], may_grow=key in self.hooks.reentered)
         else:
-            agreement.hand_over(parameter, may_grow=key in self.hooks.reentered)
+            agreement.named.hand_over(parameter, may_grow=key in self.hooks.reentered)
 
     @_disable_dynamo  # a compiled step must not trace the wait for other ranks
     def synchronize(self, updates: bool = False) -> None:
         """Wait until all gradients are reduced. Collective: every rank does it once a step.
 
-        ``updates``: the optimizer's update follows at once. Raises ParametersDifferError on all ranks if their
-        parameters differed after the last update.
+        ``updates``: the optimizer's update follows at once. Raises ParametersDifferError if ranks' parameters differed.
         """
         if self.settings.pairing is not None:
             self.settings.pairing.check()
@@ -210,9 +188,9 @@ class GradientSynchronizer:
     def check_cleared(self) -> None:
         """Raise ValueError for a gradient that a failed step left half summed."""
         for parameter in self.trainable().values() if HALF_SUMMED_MARKS else ():
-            if is_half_summed(parameter.grad):
+            if watch.is_half_summed(parameter.grad):
                 self.abandon()  # gradients added to half sums are of no use either, and may be cleared
-                raise ValueError(HALF_SUMMED.format(name=self.name_of(parameter)))
+                raise ValueError(watch.HALF_SUMMED.format(name=self.name_of(parameter)))
 
     def _finish_step(self) -> None:
         trainable = self.trainable()
@@ -242,12 +220,13 @@ class GradientSynchronizer:
     def _finish_alone(self) -> None:
         """Complete a step of one rank: gradients changed in flight are an error as on several ranks."""
         if not self.settings.policy.whole_tensors:
-            watched = [
-                (parameter, gradient)
-                for parameter, _, gradient in self._waiting.values()
-                if can_be_planned(parameter, gradient_dtype(parameter))
-            ]
-            raise_if_changed(changed_of(watched), self.name_of)
+            parameters = {key: parameter for key, (parameter, *_) in self._waiting.items()}
+            watched = {
+                key: gradient
+                for key, (parameter, _, gradient) in self._waiting.items()
+                if gradient and gradient[0].layout is torch.strided and can_be_planned(parameter, gradient[0].dtype)
+            }
+            raise_if_changed([parameters[key] for key in changed_since(watched, parameters)], self.name_of)
         self.hooks.attach_again(self.trainable())
         self._start_step()
 
@@ -259,46 +238,33 @@ class GradientSynchronizer:
     def abandon(self, has_raised: bool = False) -> None:
         """Forget a step that is half done. All ranks fail if another rank uses its results.
 
-        ``has_raised``: an exception ended the step on this rank, which goes on at once. Otherwise this method waits
-        until the other ranks have abandoned the step or used it; if one has used it, the next step raises its error.
+        ``has_raised``: an exception ended the step on this rank, which goes on at once. Otherwise wait until the others
+        have abandoned the step or used it; if a rank has used it, the next step raises its error.
         """
         self._start_step()
         self.forget_synchronized()
         self.should_synchronize = True
-        agreement = self._agreement
-        if agreement is None:
+        if self._agreement is None:
             return
-        planned, is_current = agreement.planned, runtime.current() is self._engine
-        if planned is not None and is_current:
-            was_in_flight = planned.lane.in_flight
-            planned.lane.abandonment.begin()
-            if has_raised and was_in_flight and not planned.lane.on_device:
-                with self._engine.driver.halted(ROUND_SECONDS):  # not in the middle of a sum
-                    planned.lane.fail(HorovodInternalError("an exception ended a step on this rank"))
-            else:
-                self._lane_error = None if has_raised else planned.lane.error
-                try:
-                    planned.lane.abandonment.settle()
-                except HorovodInternalError as error:
-                    self._lane_error = None if has_raised else error
-        if has_raised or not is_current:
-            agreement.named.forget()
-        else:
-            agreement.named.abandon()
+        if is_current := runtime.current() is self._engine:
+            self._lane_error = self._agreement.abandon(has_raised)
+        planned = self._planned
         if not is_current or (planned is not None and planned.lane.error is not None):
             self._drop_agreement()
         elif planned is not None:
             planned.move_out()
 
-    # -- agreements ---------------------------------------------------------------------------------------------------
+    @property
+    def _planned(self) -> PlannedGradients | None:
+        return None if self._agreement is None else self._agreement.planned
 
     def _agree(self, trainable: dict[int, torch.Tensor]) -> Agreement:
-        self.hooks.attach_all(trainable)
-        self._serve()
+        self._attach(trainable)
         sparse_only = isinstance(self._optimizer(), torch.optim.SparseAdam)
         agreement = Agreement(self._engine, trainable, self.name_of, self.settings, sparse_only)
-        self.verification.attach_to(self._engine, agreement.planned, agreement.kinds.sparse_dims)
-        self.codecs.enter(None if agreement.planned is None else agreement.planned.lane)
+        lane = None if agreement.planned is None else agreement.planned.lane
+        self.verification.attach_to(self._engine, lane, agreement.kinds.sparse_dims)
+        self.codecs.enter(lane)
         return agreement
 
     def _change_agreement(self, old: Agreement, trainable: dict[int, torch.Tensor]) -> None:
@@ -319,16 +285,15 @@ class GradientSynchronizer:
     def _drop_agreement(self) -> bool:
         """Give the lane back, so that the next step agrees anew. Return True if gradients were marked half summed."""
         self.codecs.leave()
-        agreement, self._agreement = self._agreement, None
-        if agreement is None or agreement.planned is None:
-            return False
-        is_marked = agreement.planned.move_out()
-        agreement.planned.close()
+        planned, self._agreement = self._planned, None
+        is_marked = planned is not None and planned.move_out()
+        if planned is not None:
+            planned.close()
         return is_marked
 
     def __del__(self) -> None:
         with suppress(Exception):  # a half-built object, or the interpreter at its end
             self.hooks.detach()
             ARENA.remove_sizes(self._served)
-            if self._agreement is not None and self._agreement.planned is not None:
-                self._agreement.planned.close()
+            if self._planned is not None:
+                self._planned.close()

@@ -49,8 +49,7 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return 64 bits for a tensor's values, of dimension 0, on its device. The host does not wait.
 
     The hash is the sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its
-    offset, so that a change of one element is always seen; chunks are folded by Horner's rule. It differs from the hash
-    of ``kernels.checksum``.
+    offset, so that a change of one element is always seen; chunks are folded by Horner's rule.
     """
     flat = _flat(tensor)
     words = flat.view(_WORDS[flat.element_size()])
@@ -78,13 +77,8 @@ def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
 
 
 def _sketch_of(tensor: torch.Tensor) -> Array:
-    """Return the sketch of a tensor's values, which are copied from a device in parts."""
     flat = _flat(tensor)
     return sketch(flat.numel(), lambda begin, end: flat[begin:end].to("cpu", torch.float64).numpy())
-
-
-def _precision(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def _machine_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -103,18 +97,15 @@ class OptimizerVerification(Verification):
         self._sparse: Collection[int] = ()  # ids
         self._joins = self._count = 0  # updates that Adasum combined, since the last join
 
-    def attach_to(self, engine: Any, planned: Any, sparse: Collection[int]) -> None:
-        """Use routes that were agreed on: ``planned`` are the gradients with a lane, ``sparse`` ids of parameters."""
+    def attach_to(self, engine: Any, lane: Any, sparse: Collection[int]) -> None:
+        """Compare parameters with the steps of ``lane``, if there is one. ``sparse``: ids of parameters."""
         self._sparse = sparse
-        if planned is not None:
-            self.attach(planned.lane, engine)
+        if lane is not None:
+            self.attach(lane, engine)
 
     @_disable_dynamo
     def updated(self, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
-        """Hash the parameters of these groups after the optimizer's update, if they are to be compared.
-
-        Raises ParametersDifferError on all ranks if they differ and all ranks update at once.
-        """
+        """Hash the parameters of these groups after the optimizer's update, if they are to be compared."""
         if self.wants(self.step):
             self.state(self._statement_of(groups, name_of, self.step))
 
@@ -142,5 +133,8 @@ class OptimizerVerification(Verification):
             if can_be_hashed(parameter) and (sparse_too or id(parameter) not in self._sparse)
         ]
         sketches = np.array(list(map(_sketch_of, tensors))) if self.wants_sketches else None
-        names, precisions = list(map(name_of, tensors)), [_precision(tensor.dtype) for tensor in tensors]
-        return Statement(_machine_of(tensors), hashes_of(tensors), sketches, names=names, precisions=precisions)
+        eps = [
+            torch.finfo(each.dtype).eps if each.is_floating_point() or each.is_complex() else 0.0 for each in tensors
+        ]
+        names = list(map(name_of, tensors))
+        return Statement(_machine_of(tensors), hashes_of(tensors), sketches, names=names, precisions=eps)

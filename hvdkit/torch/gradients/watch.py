@@ -1,10 +1,15 @@
-"""A gradient as its backward pass left it, to see if the user has changed it since."""
+"""Gradients that no optimizer may step on: changed while they were being reduced, or half summed by a step that failed.
+
+In a step that failed or was abandoned some elements of a gradient may be sums already, while others are not.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hvdkit.torch.gradients.layout import storage_of
 
@@ -14,6 +19,13 @@ CHANGED_IN_FLIGHT = (
     "HINT: call optimizer.synchronize() before gradients are clipped, unscaled or cleared, and then "
     "'with optimizer.skip_synchronize(): optimizer.step()'."
 )
+HALF_SUMMED = (
+    "The gradient of '{name}' is what a step that failed left, or that was given up: some of its elements may be "
+    "summed over ranks already, others are not.\n"
+    "HINT: call optimizer.zero_grad() and run the forward and backward pass again."
+)
+# At the end of the error that a step fails with.
+STEP_FAILED = "The gradients of this step may be half summed: call optimizer.zero_grad() before you go on."
 
 
 class ChangedInFlightError(AssertionError):
@@ -69,15 +81,6 @@ def changed_since(
     ]
 
 
-def changed_of(pairs: Sequence[tuple[torch.Tensor, Watched | None]]) -> list[torch.Tensor]:
-    """Return the parameters whose dense gradients were changed since they were watched."""
-    watched = {
-        id(parameter): before for parameter, before in pairs if before is not None and before[0].layout is torch.strided
-    }
-    parameters = {id(parameter): parameter for parameter, _ in pairs}
-    return [parameters[key] for key in changed_since(watched, parameters)]
-
-
 def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
     """Raise ChangedInFlightError, an AssertionError, for the parameters whose gradients were changed, if any."""
     if parameters:
@@ -85,3 +88,41 @@ def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torc
         error = ChangedInFlightError(CHANGED_IN_FLIGHT.format(names=names))
         error.names = names
         raise error
+
+
+# The attribute of a gradient that may be half summed, until it is replaced, or all zeros when it is looked at. No table
+# of weak references to gradients, since torch.utils.swap_tensors refuses a tensor that has such.
+_ATTRIBUTE = "_hvdkit_half_summed"
+
+
+class _Mark:
+    """The mark that a gradient holds under ``_ATTRIBUTE``."""
+
+
+# Empty if no gradient has to be looked at.
+HALF_SUMMED_MARKS: weakref.WeakSet[_Mark] = weakref.WeakSet()
+
+
+def mark_half_summed(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Let no optimizer step on this gradient of a parameter until it is cleared, whatever is done to it or added."""
+
+    def look(_: torch.Tensor) -> None:  # before a backward pass adds to what may have been cleared
+        if not is_half_summed(parameter.grad):
+            handle.remove()
+
+    if not hasattr(gradient, _ATTRIBUTE):
+        mark = _Mark()
+        setattr(gradient, _ATTRIBUTE, mark)
+        HALF_SUMMED_MARKS.add(mark)
+        # With a hook of its own: a job of one rank that goes on has no others.
+        handle: RemovableHandle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+
+
+def is_half_summed(gradient: torch.Tensor | None) -> bool:
+    """True if a failed step left this gradient, or it was made of such a gradient, by clipping for example."""
+    if gradient is None or not hasattr(gradient, _ATTRIBUTE):
+        return False
+    if bool(gradient.any()):
+        return True
+    delattr(gradient, _ATTRIBUTE)
+    return False

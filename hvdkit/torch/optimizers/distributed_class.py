@@ -16,10 +16,8 @@ from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.compression_state import KEY, check
 from hvdkit.torch.gradients.layout import encodable_shapes
 from hvdkit.torch.gradients.names import parameters_of
-from hvdkit.torch.gradients.scaler_guard import guard_scalers
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
-from hvdkit.torch.optimizers.adasum import AdasumSynchronizer
-from hvdkit.torch.optimizers.step import reduce_and_step
+from hvdkit.torch.optimizers.step import AdasumSynchronizer, guard_scalers, reduce_and_step
 
 _SETTINGS = "_distributed_settings"
 
@@ -43,8 +41,8 @@ def is_distributed(optimizer: Any) -> bool:
 def _only_makes_state(optimizer: Any) -> bool:
     """True if step(closure=None) is how torch.distributed.checkpoint.state_dict has an optimizer make its state.
 
-    It does so where there is no state, with gradients of zeros that no backward pass computed and
-    learning rates of 0. This moves no parameter, so it is made without the other ranks: one rank may save alone.
+    It does so where there is no state, with gradients of zeros that no backward pass computed and learning rates of 0.
+    This moves no parameter, so it is made without the other ranks: one rank may save alone.
     """
     if optimizer._synchronizer.in_flight or optimizer.state:
         return False
@@ -54,10 +52,9 @@ def _only_makes_state(optimizer: Any) -> bool:
     return all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def synchronizer_for(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> GradientSynchronizer:
-    """Return the synchronizer of an optimizer with these settings."""
-    is_adasum = settings.op is ReduceOp.ADASUM
-    return (AdasumSynchronizer if is_adasum else GradientSynchronizer)(optimizer, settings)
+def _synchronizer_for(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> GradientSynchronizer:
+    kind = AdasumSynchronizer if settings.op is ReduceOp.ADASUM else GradientSynchronizer
+    return kind(optimizer, settings)
 
 
 def wrap(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> Any:
@@ -66,7 +63,7 @@ def wrap(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> Any:
     # A learning rate scheduler made earlier has put its own step on the object; it must not bypass ours.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._wrapped_optimizer = optimizer
-    wrapped._synchronizer = synchronizer_for(wrapped, settings)
+    wrapped._synchronizer = _synchronizer_for(wrapped, settings)
     return wrapped
 
 
@@ -106,10 +103,6 @@ def distributed_class(base: Any) -> Any:
         def _parameter_names(self) -> dict[torch.Tensor, str]:
             """The names of parameters, given or by place: scripts made for Horovod read them."""
             return {parameter: name for name, parameter in self._synchronizer.settings.names}
-
-        def _reads_gradients_too_early(self) -> bool:
-            # With Adasum they stay their rank's.
-            return self._synchronizer.in_flight and self.op is not ReduceOp.ADASUM
 
         def set_backward_passes_per_step(self, passes: int) -> None:
             """Expect another number of backward passes before each step.
@@ -234,12 +227,10 @@ def distributed_class(base: Any) -> Any:
             return {**super().__getstate__(), _SETTINGS: self._synchronizer.settings, KEY: codecs}
 
         def __setstate__(self, state: dict[str, Any]) -> None:
-            state = dict(state)
-            settings, codecs = state.pop(_SETTINGS, None), state.pop(KEY, None)
-            super().__setstate__(state)
-            if settings is not None:
-                self._synchronizer = synchronizer_for(self, settings)
-                self._synchronizer.codecs.load(codecs)
+            super().__setstate__({key: value for key, value in state.items() if key not in (_SETTINGS, KEY)})
+            if _SETTINGS in state:
+                self._synchronizer = _synchronizer_for(self, state[_SETTINGS])
+                self._synchronizer.codecs.load(state[KEY])
 
         def __copy__(self) -> Any:
             """Return an optimizer with the same parameters, groups and state, as in PyTorch: either may step.
@@ -257,9 +248,7 @@ def distributed_class(base: Any) -> Any:
 
     setattr(Distributed, _SETTINGS, None)
     Distributed.step.hooked = True  # type: ignore[attr-defined]  # base.step runs the hooks, on reduced gradients
-    Distributed.__name__ = base.__name__
-    Distributed.__qualname__ = base.__qualname__
-    Distributed.__doc__ = base.__doc__
+    Distributed.__name__, Distributed.__qualname__, Distributed.__doc__ = base.__name__, base.__qualname__, base.__doc__
     # As in Horovod, optimizer.__module__ == DistributedOptimizer.__module__ tells such an optimizer from a plain one.
     Distributed.__module__ = "hvdkit.torch.optimizer"
     return Distributed

@@ -50,8 +50,8 @@ class _Structure:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Give all ranks the root's optimizer state and options such as the learning rate.
 
-    Ranks that have state the root does not have lose it. Parameters, gradients and the parameter group objects (which
-    learning rate schedulers hold) stay; tensors take the device of their parameter.
+    State that the root does not have is lost. Parameters, gradients and the parameter group objects (which learning
+    rate schedulers hold) stay; tensors take the device of their parameter.
 
     Args:
         optimizer: any optimizer but LBFGS, or a DistributedOptimizer, with parameter groups of equal shapes on all
@@ -80,16 +80,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     root = check_root("broadcast_optimizer_state", root_rank, global_process_set, topology.size)
     if topology.size == 1:
         return
-    name = "broadcast_optimizer_state"
-    structure: _Structure = broadcast_object(
-        _describe(optimizer) if topology.rank == root else None, root, f"{name}.structure"
-    )
+    name, is_root = "broadcast_optimizer_state", topology.rank == root
+    structure: _Structure = broadcast_object(_describe(optimizer) if is_root else None, root, f"{name}.structure")
     problems = allgather_object(_difference(structure, optimizer), f"{name}.check")
     if any(problems):
         lines = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
         raise ValueError(f"{name}: optimizers must be alike on all ranks, but against rank {root}\n" + "\n".join(lines))
     parameters = parameters_of(optimizer.param_groups)
-    if topology.rank == root:
+    if is_root:
         states = [optimizer.state.get(parameter) for parameter in parameters]
     else:
         states = [
@@ -103,7 +101,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         if slot.value is None
     )
     broadcast_tensors([(f"{name}.{index}", tensor) for index, tensor in enumerate(own_messages)], root)
-    if topology.rank != root:
+    if not is_root:
         _install(optimizer, structure, states)
 
 
@@ -112,21 +110,16 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> _Structure:
-    parameters = parameters_of(optimizer.param_groups)
+    groups, state = optimizer.param_groups, optimizer.state
     return _Structure(
         optimizer=type(optimizer).__name__,
         options=[
             {key: _describe_value(value, None) for key, value in group.items() if key not in _NOT_OPTIONS}
-            for group in optimizer.param_groups
+            for group in groups
         ],
         shapes=_shapes(optimizer),
-        states=[
-            _describe_value(optimizer.state[parameter], parameter) if parameter in optimizer.state else None
-            for parameter in parameters
-        ],
-        others={
-            key: _describe_value(value, None) for key, value in optimizer.state.items() if not isinstance(key, Tensor)
-        },
+        states=[_describe_value(state[each], each) if each in state else None for each in parameters_of(groups)],
+        others={key: _describe_value(value, None) for key, value in state.items() if not isinstance(key, Tensor)},
     )
 
 
@@ -190,14 +183,11 @@ def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
 
 def _slots(described: Any, value: Any) -> Iterator[tuple[_Slot, Tensor]]:
     """Yield each slot with the tensor in it, in the same order on all ranks."""
-    if isinstance(described, dict):
-        for key, entry in described.items():
-            yield from _slots(entry, value[key])
-    elif type(described) in (list, tuple):
-        for entry, part in zip(described, value, strict=True):
-            yield from _slots(entry, part)
-    elif isinstance(described, _Slot):
+    if isinstance(described, _Slot):
         yield described, value
+    elif isinstance(described, dict) or type(described) in (list, tuple):
+        for key in described if isinstance(described, dict) else range(len(described)):
+            yield from _slots(described[key], value[key])
 
 
 def _install(optimizer: torch.optim.Optimizer, structure: _Structure, states: list[Any]) -> None:

@@ -1,14 +1,17 @@
-"""An optimizer's step on reduced gradients, also with a closure or after synchronize()."""
+"""Steps of distributed optimizers: on reduced gradients, also with a closure or a GradScaler, and with Adasum."""
 
 from __future__ import annotations
 
+import functools
 import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
+from hvdkit.api.gradients.guard import WATCH
 from hvdkit.engine.session import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
@@ -32,13 +35,12 @@ COMPUTED_IN_STEP = (
     "HINT: pass the computation to it as a closure, optimizer.step(closure): gradients are reduced after each call of "
     "the closure."
 )
-
-
-def scalar_of(loss: Any) -> float | torch.Tensor | None:
-    """Return the loss if it is one real number, as a Python number or a tensor of one element; else None."""
-    if isinstance(loss, torch.Tensor):
-        return None if loss.numel() != 1 or loss.is_complex() or loss.dtype is torch.bool else loss
-    return float(loss) if isinstance(loss, numbers.Real) and not isinstance(loss, bool) else None
+UNSCALED_IN_FLIGHT = (
+    "GradScaler.unscale_() was called after loss.backward() but before optimizer.synchronize(). This is prohibited as "
+    "it can cause a race condition.\n"
+    "HINT: call optimizer.synchronize() before scaler.unscale_(optimizer), and then "
+    "'with optimizer.skip_synchronize(): scaler.step(optimizer)'."
+)
 
 
 def reduce_and_step(
@@ -74,10 +76,7 @@ def reduce_and_step(
 
 
 def _synchronize_before_closure(gradients: GradientSynchronizer) -> None:
-    """Reduce gradients that were computed before ``step(closure)``: optimizers such as SAM use them first.
-
-    Collective: all ranks learn if any rank has such gradients, since then every rank must take part.
-    """
+    """Reduce gradients that any rank computed before ``step(closure)``, which optimizers such as SAM use first."""
     if not gradients.should_synchronize or not gradients.settings.process_set.included():
         return
     is_distributed = gradients.bind()
@@ -114,13 +113,17 @@ def _reduce_loss(gradients: GradientSynchronizer, loss: Any) -> Any:
 
     A loss that is no real number is returned as it is. Such a rank takes part with zero, so that no rank waits.
     """
-    scalar = scalar_of(loss)
     if not gradients.bind():
         return loss
-    value = torch.as_tensor(0.0 if scalar is None else scalar, dtype=torch.float64).detach().reshape(1).clone()
+    number: Any = None
+    if isinstance(loss, torch.Tensor):
+        number = None if loss.numel() != 1 or loss.is_complex() or loss.dtype is torch.bool else loss
+    elif isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+        number = float(loss)
+    value = torch.as_tensor(0.0 if number is None else number, dtype=torch.float64).detach().reshape(1).clone()
     op = ReduceOp.SUM if gradients.settings.op is ReduceOp.SUM else ReduceOp.AVERAGE
     value = _allreduced(gradients, value, "loss", op)
-    if scalar is None:
+    if number is None:
         return loss
     if not isinstance(loss, torch.Tensor):
         return value.item()
@@ -132,3 +135,77 @@ def _allreduced(gradients: GradientSynchronizer, tensor: torch.Tensor, what: str
     handle = allreduce_async_(tensor, name=name, op=op, process_set=gradients.settings.process_set)
     reduced: torch.Tensor = synchronize(handle)
     return reduced
+
+
+@functools.cache
+def guard_scalers() -> None:
+    """Wrap GradScaler's ``step`` and ``unscale_``, which read gradients, for distributed optimizers. Once a process.
+
+    ``step`` synchronises the gradients, unless the user has done so. ``unscale_`` raises AssertionError while they are
+    being reduced: it leaves their version counters as they are, so a later look could not find the change.
+    """
+    scaler: Any = torch.amp.GradScaler
+    plain_step, plain_unscale = scaler.step, scaler.unscale_
+
+    @functools.wraps(plain_step)
+    def step(self: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        synchronizer = getattr(optimizer, "_synchronizer", None)
+        if synchronizer is not None and self.is_enabled() and "closure" not in kwargs:
+            synchronizer.synchronize_for_scaler()
+        return plain_step(self, optimizer, *args, **kwargs)
+
+    @functools.wraps(plain_unscale)
+    def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
+        synchronizer = getattr(optimizer, "_synchronizer", None)
+        is_adasum = isinstance(synchronizer, AdasumSynchronizer)  # gradients stay their rank's
+        if synchronizer is not None and not is_adasum and self.is_enabled() and synchronizer.in_flight:
+            raise AssertionError(UNSCALED_IN_FLIGHT)
+        plain_unscale(self, optimizer)
+
+    scaler.step, scaler.unscale_ = step, unscale_
+
+
+class AdasumSynchronizer(GradientSynchronizer):
+    """The combination of the ranks' updates by Adasum; gradients stay their rank's.
+
+    S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021. As in Horovod, each rank lets
+    the wrapped optimizer make its step, and the differences that it made are what Adasum combines.
+    """
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        pass
+
+    def synchronize(self, updates: bool = False) -> None:
+        """Do nothing: gradients stay as each rank computed them."""
+
+    def synchronize_for_scaler(self) -> None:
+        """Do nothing: each rank unscales its own gradients."""
+
+    @_disable_dynamo
+    def step(self, plain_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the wrapped optimizer step on this rank's gradients, then combine all ranks' steps. Collective."""
+        is_distributed = self.bind()
+        parameters = self.trainable()
+        self.hooks.attach_all(parameters)
+        starts = [parameter.detach().clone() for parameter in parameters.values()]
+        with WATCH.reduced():  # the optimizer may consist of others; its whole update is combined
+            result = plain_step(*args, **kwargs)
+        with torch.no_grad():
+            for wait in [self._combine(p, start) for p, start in zip(parameters.values(), starts, strict=True)]:
+                wait()
+        self.hooks.reset()
+        if is_distributed:
+            self.verification.combined(self._engine, self.settings.label(self._engine), self.groups(), self.name_of)
+        return result
+
+    def _combine(self, parameter: torch.Tensor, start: torch.Tensor) -> Callable[[], None]:
+        compression = self.settings.compressor
+        delta, context = compression.compress(parameter.detach() - start)
+        name = f"adasum.{self.settings.label(self._engine)}.{self.name_of(parameter)}"
+        handle = allreduce_async_(delta.contiguous(), name=name, op=ReduceOp.ADASUM)
+
+        def wait() -> None:
+            delta = compression.decompress(synchronize(handle), context)
+            parameter.copy_(start + delta.to(dtype=start.dtype, device=start.device))
+
+        return wait

@@ -1,8 +1,7 @@
 """Warnings from optimizers of PyTorch whose gradients nobody reduces, after their steps.
 
-An optimizer is checked until its gradients are known to be reduced, then never again. Gradients that the user's program
-reduces by operations may travel as they are, or joined and copied back, so the check counts how many elements were
-reduced since the optimizer's step before.
+An optimizer is checked until its gradients are known to be reduced. A program that reduces gradients by operations may
+join and copy them, so the check counts how many elements were reduced since the optimizer's step before.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class _Reductions:
         self._by_optimizer: Any = WeakIdKeyDictionary()  # elements, and steps in which they were enough
 
     def stepped(self, now: int) -> None:
-        """Note that an optimizer made a step."""
         if now != self._latest:
             self._before, self._latest = self._latest, now
 
@@ -94,13 +92,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return  # nothing was computed, or a DistributedOptimizer that is made of this one has reduced it
     if is_in_flight:
         _warn(optimizer, BYPASSED, parameters)
-    elif not _is_torch_distributed() and not _REDUCTIONS.suffice(optimizer, now, sum(p.numel() for p in parameters)):
+    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return  # DDP, FSDP, another library or the program may reduce them by torch.distributed
+    elif not _REDUCTIONS.suffice(optimizer, now, sum(parameter.numel() for parameter in parameters)):
         _warn(optimizer, ALONE, parameters)
-
-
-def _is_torch_distributed() -> bool:
-    """True if a group of torch.distributed may reduce gradients: by DDP, FSDP, another library or the program."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _warn(optimizer: torch.optim.Optimizer, text: str, parameters: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 - NCCL: under the ``torch`` transport, lanes and named allreduce, broadcast and allgather of CUDA tensors. Each lane and
   each process set has a process group of its own, since NCCL wants one order per communicator.
-- Copies to the host and back (``engine/steps/copied_reducer.py``): lanes of ranks that share a GPU, which NCCL refuses,
+- Copies to the host and back (``engine/steps/device_reducer.py``): lanes of ranks that share a GPU, which NCCL refuses,
   lanes of the ``mpi`` transport, and lanes whose codec the device does not encode.
 - Host memory, staged by the calling thread: everything else on CUDA, such as alltoall, reduce-scatter, Adasum, scaled
   integers, int16, and optimizers whose parameters are on several devices.
