@@ -1,4 +1,4 @@
-"""Fixtures that every room's tests share: the numbers of ranks and the transports that a job is run on."""
+"""Fixtures that the tests of every room share: the transports that a job is run on, and folders for what mpirun leaves."""
 
 from __future__ import annotations
 
@@ -33,12 +33,6 @@ def mpi_sessions() -> Iterator[None]:
     ):
         os.environ.update({"PRTE_MCA_prte_tmpdir_base": folder, SEGMENTS: segments})
         yield
-
-
-@pytest.fixture(params=[1, 2, 3, 4], ids=lambda size: f"np{size}")
-def size(request: pytest.FixtureRequest) -> int:
-    """How many ranks."""
-    return int(request.param)
 
 
 @pytest.fixture(params=["mpi", "torch"])

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.arena import arena_cases, fork_cases, lane_cases
 from tests.kernels.compiling import compile_one, some_compiler
-from tests.on_ranks import RankedCases
 from tests.ranks import ROOT, TORCH, rank_environment, run_ranks
 from tests.transports.shared import needs_memory_files, needs_native
 
 pytestmark = [needs_native, needs_memory_files]
 
-BLOCKS = RankedCases(arena_cases.__name__)
-FORKS = RankedCases(fork_cases.__name__)
-# Reduced beside the backward pass, and not after it, also where the ranks' threads have every core.
-LANES = RankedCases(lane_cases.__name__, HVDKIT_FUSION_THRESHOLD="1048576")
 WITHOUT = [sys.executable, "-m", "tests.arena.without"]
 COMPLAINT = "are allocated where the ranks of this host do not share memory"
 
@@ -93,21 +87,6 @@ extern "C" int replace_entries() {
     return replaced;
 }
 """
-
-
-@pytest.mark.parametrize("case", BLOCKS.names)
-def test_blocks(case):
-    BLOCKS.check(case, 1, "torch")
-
-
-@pytest.mark.parametrize("case", FORKS.names)
-def test_forks(case):
-    FORKS.check(case, 1, "torch")
-
-
-@pytest.mark.parametrize("case", LANES.names)
-def test_lanes(case):
-    LANES.check(case, 2, "torch")
 
 
 def test_a_process_ends_well_with_tensors_in_the_arena():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,20 +24,47 @@ from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.mpi import LARGEST_TAG
-from tests.on_ranks import RankedCases
+from tests.on_ranks import on_ranks
 from tests.threads import on_threads
 
-CASES = "tests.engine.tags_cases"
-RESULTS = {
-    "messages": RankedCases(CASES, HVDKIT_NODE_MEMORY="0", HVDKIT_FUSION_THRESHOLD="1000"),
-    "node memory": RankedCases(CASES, HVDKIT_FUSION_THRESHOLD="1000"),
-}
+STEPS, PARAMETERS = 24, 30
+FEW = 4  # lanes: two optimizers, of which one agrees anew before it lets go
 
 
-@pytest.mark.parametrize("by", list(RESULTS))
-@pytest.mark.parametrize("case", RESULTS["messages"].names)
-def test_tags(case: str, by: str, transport: str) -> None:
-    RESULTS[by].check(case, 2, transport)
+@on_ranks(2, name="messages", HVDKIT_NODE_MEMORY="0", HVDKIT_FUSION_THRESHOLD="1000")
+@on_ranks(2, name="node memory", HVDKIT_FUSION_THRESHOLD="1000")
+def test_an_optimizer_that_agrees_anew_never_meets_one_that_is_open(hvd):
+    """Both get their gradients from one backward pass; the ranks step them in one order, so both are in flight."""
+    saved, assignments.LANES = assignments.LANES, FEW
+    try:
+        kept, changing = ([torch.nn.Parameter(torch.zeros(200)) for _ in range(PARAMETERS)] for _ in range(2))
+        optimizers = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(parameters, 0.0), [(str(i), one) for i, one in enumerate(parameters)], op=hvd.Sum
+            )
+            for parameters in (kept, changing)
+        ]
+        everyones = hvd.size() * (hvd.size() + 1) // 2
+        for step in range(STEPS):
+            changing[0].requires_grad_(step % 2 == 0)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            factors = [
+                (parameter, place + (hvd.rank() + 1) * (step + 1) * (number + 1))
+                for place, parameters in ((0, kept), (1000, changing))
+                for number, parameter in enumerate(parameters)
+                if parameter.requires_grad
+            ]
+            torch.stack([(parameter * factor).sum() for parameter, factor in factors]).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for place, parameters in ((0, kept), (1000, changing)):
+                for number, parameter in enumerate(parameters):
+                    if parameter.requires_grad:
+                        expected = place * hvd.size() + everyones * (step + 1) * (number + 1)
+                        assert parameter.grad.unique().tolist() == [expected], (step, place, number)
+    finally:
+        assignments.LANES = saved
 
 
 def test_tags_of_operations_that_may_be_open_at_once_are_apart_and_within_every_mpis() -> None:

@@ -14,18 +14,11 @@ from tests.on_ranks import RankedCases
 from tests.preloaded import preloaded
 from tests.ranks import CASES, TORCH, rank_environment, run_ranks
 
-RESULTS = RankedCases("tests.extending.cases")
 REGISTERED = "tests.extending.registered"
 CARRIED = RankedCases("tests.transports.test_transports", runner=REGISTERED, HVDKIT_NODE_MEMORY="0")
 FAILING_CODEC = [sys.executable, "-m", "tests.extending.failing_codec"]
 # Without the node's memory, what is sent depends on the algorithm, and that on how busy the machine was at init.
 DEPENDS = {"test_communication_statistics_count_bytes"}
-
-
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "mpi"), (3, "torch")])
-@pytest.mark.parametrize("case", RESULTS.names)
-def test_extending(case: str, ranks: int, transport: str) -> None:
-    RESULTS.check(case, ranks, transport)
 
 
 @pytest.mark.parametrize("case", [name for name in CARRIED.names if name not in DEPENDS])

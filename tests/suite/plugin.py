@@ -27,7 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thorough: runs in make test-all, not in make test")
     config.addinivalue_line("markers", "essential(name=value or tuple): thorough with other values of these parameters")
     config.addinivalue_line("markers", "on_ranks: runs in the ranks of jobs, see tests/on_ranks.py")
-    config.addinivalue_line("markers", "every_size: runs on 1 and 4 ranks in make test, too")
     # A shell that runs this in the background has it ignore Ctrl-C, and so would all that tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -88,7 +87,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 def _place(item: pytest.Item) -> tuple[int | None, str | None]:
     """How many ranks the job of a test's case has, and what carries their bytes; None where the test does not say."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    ranks = parameters.get("ranks", parameters.get("size"))
+    ranks = parameters.get("ranks")
     return ranks if isinstance(ranks, int) else None, parameters.get("transport", parameters.get("connected"))
 
 
@@ -98,8 +97,7 @@ def _is_thorough(item: pytest.Item) -> bool:
     if item.get_closest_marker("thorough") or (only and not sizes.has(parameters, only.kwargs)):
         return True
     is_case = hasattr(item, "callspec") and "case" in item.callspec.params
-    every_size = item.get_closest_marker("every_size") is not None
-    return is_case and not sizes.is_essential(*_place(item), every_size=every_size)
+    return is_case and not sizes.is_essential(*_place(item))
 
 
 class Shown:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 PYTORCHS = {1: ["mpi"], 2: ["mpi", "torch"], 3: ["torch"], 4: ["mpi"]}
 # What `make test` runs; two ranks of one node, and a number that is no power of two.
 ESSENTIAL = {(2, "mpi"), (3, "torch")}
-OF_EVERY_SIZE = {(1, "mpi"), (4, "mpi")}  # with the mark every_size
+OF_EVERY_SIZE = {(1, "mpi"), (4, "mpi")}  # with ``every_size``
 
 
 def is_ever_run(path: Sequence[str], ranks: int | None, transport: str | None) -> bool:
@@ -17,7 +17,7 @@ def is_ever_run(path: Sequence[str], ranks: int | None, transport: str | None) -
     return not is_pytorchs or ranks is None or transport in PYTORCHS.get(ranks, [transport])
 
 
-def is_essential(ranks: int | None, transport: str | None, *, every_size: bool) -> bool:
+def is_essential(ranks: int | None, transport: str | None, *, every_size: bool = False) -> bool:
     """Whether a case runs on this job in ``make test``, too."""
     job = (ranks, transport)
     return None in job or job in ESSENTIAL or (every_size and job in OF_EVERY_SIZE)

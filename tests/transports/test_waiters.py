@@ -9,10 +9,8 @@ from time import monotonic, sleep
 import pytest
 
 from hvdkit.transports.waiters import CALLS_IN_TURN, MOST_IDLE, STUCK_SECONDS, Waiters
-from tests.on_ranks import RankedCases
 
 SECONDS = 20.0
-BETWEEN_NODES = RankedCases("tests.transports.turns_cases", HVDKIT_NODE_MEMORY="0")
 
 
 def eventually(condition) -> bool:
@@ -110,8 +108,3 @@ def test_the_end_waits_for_queued_calls(waiters: Waiters) -> None:
     blocked.let(*range(10))
     waiters.close(SECONDS)
     assert len(blocked.made) == 10
-
-
-@pytest.mark.parametrize("case", BETWEEN_NODES.names)
-def test_between_nodes(case: str, transport: str) -> None:
-    BETWEEN_NODES.check(case, 2, transport)

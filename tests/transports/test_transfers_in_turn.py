@@ -7,6 +7,10 @@ from time import monotonic, sleep
 
 import torch
 
+from tests.on_ranks import on_ranks
+
+pytestmark = on_ranks((2, "mpi"), (2, "torch"), HVDKIT_NODE_MEMORY="0")
+
 LAYERS, WIDTH = 12, 512  # each layer a transfer of 1 MiB
 
 
@@ -31,7 +35,7 @@ class Training:
         assert all(torch.equal(layer, torch.full_like(layer, expected)) for layer in self.layers)
 
 
-def case_a_sum_ends_though_the_peer_posts_gradients_only_after_it(hvd):
+def test_a_sum_ends_though_the_peer_posts_gradients_only_after_it(hvd):
     training = Training(hvd)
     for number in range(6):
         tensor = torch.full((WIDTH, WIDTH), float(hvd.rank() + number))
@@ -50,7 +54,7 @@ def case_a_sum_ends_though_the_peer_posts_gradients_only_after_it(hvd):
         training.step()
 
 
-def case_few_threads_wait_for_transfers(hvd):
+def test_few_threads_wait_for_transfers(hvd):
     training = Training(hvd)
     for _ in range(10):
         training.backward()

@@ -15,12 +15,21 @@ import torch
 from hvdkit.arena import ARENA
 from hvdkit.engine.steps.node_pass import NodePass
 from tests.arena.blocks import MIB, born, lies_in_arena, served, used
-from tests.arena.fork_cases import in_child
+from tests.arena.test_forks import in_child
+from tests.on_ranks import on_ranks
+from tests.transports.shared import needs_memory_files, needs_native
+
+pytestmark = [
+    needs_native,
+    needs_memory_files,
+    # Reduced beside the backward pass, and not after it, also where the ranks' threads have every core.
+    on_ranks((2, "torch"), HVDKIT_FUSION_THRESHOLD="1048576"),
+]
 
 OTHER_RANK_SECONDS = 60
 
 
-def case_an_optimizer_that_goes_in_the_middle_of_a_step_leaves_no_memory_that_others_still_write(hvd):
+def test_an_optimizer_that_goes_in_the_middle_of_a_step_leaves_no_memory_that_others_still_write(hvd):
     with tempfile.TemporaryDirectory() as folder, served(MIB):
         pipe = Path(hvd.broadcast_object(str(Path(folder) / "pipe"), root_rank=0))
         if hvd.rank() == 0:
@@ -66,7 +75,7 @@ def case_an_optimizer_that_goes_in_the_middle_of_a_step_leaves_no_memory_that_ot
         assert used() == before - MIB  # what was pinned has come back
 
 
-def case_an_optimizer_has_its_gradients_in_the_arena_and_only_while_it_lives(hvd):
+def test_an_optimizer_has_its_gradients_in_the_arena_and_only_while_it_lives(hvd):
     weight = torch.nn.Parameter(torch.ones(MIB // 4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     weight.sum().backward()
@@ -79,7 +88,7 @@ def case_an_optimizer_has_its_gradients_in_the_arena_and_only_while_it_lives(hvd
     assert not ARENA.contains(weight.grad.data_ptr())
 
 
-def case_a_fork_that_lets_go_of_its_optimizer_leaves_its_parents_small_gradients(hvd):
+def test_a_fork_that_lets_go_of_its_optimizer_leaves_its_parents_small_gradients(hvd):
     first, second = (torch.nn.Parameter(torch.ones(3000)) for _ in range(2))
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), op=hvd.Sum)]
     (first.sum() + second.sum()).backward()

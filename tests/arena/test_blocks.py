@@ -11,7 +11,10 @@ import torch
 
 from hvdkit.arena import ARENA, Arena
 from tests.arena.blocks import MIB, born, counts, lies_in_arena, peer_of, populated, served, used
-from tests.transports.shared import in_thread
+from tests.on_ranks import on_ranks
+from tests.transports.shared import in_thread, needs_memory_files, needs_native
+
+pytestmark = [needs_native, needs_memory_files, on_ranks((1, "torch"))]
 
 STEPS_UNTIL_MEMORY_IS_FORGOTTEN = 64
 WORTH_GIVING_BACK = 16 * MIB
@@ -34,7 +37,7 @@ class AllocatesInBackward(torch.autograd.Function):
         return gradient
 
 
-def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_):
+def test_registered_sizes_are_served_in_backward_passes_and_on_request_only(hvd):
     with served(MIB):
         assert not lies_in_arena(torch.empty(MIB, dtype=torch.uint8))
         assert lies_in_arena(born(MIB))
@@ -55,7 +58,7 @@ def case_registered_sizes_are_served_in_backward_passes_and_on_request_only(_):
     assert not lies_in_arena(born(MIB))  # of no size any more
 
 
-def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_):
+def test_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(hvd):
     sizes = [65536, 70000, 262144, MIB]
     before = used()
     passed: queue.Queue[tuple[torch.Tensor, int]] = queue.Queue()
@@ -84,7 +87,7 @@ def case_blocks_are_whole_and_come_back_whoever_frees_them_in_whatever_order(_):
     assert used() == before
 
 
-def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_):
+def test_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(hvd):
     with served(MIB, 2 * MIB, 3 * MIB):
         ARENA.trim()
         blocks = [born(MIB) for _ in range(6)]
@@ -100,7 +103,7 @@ def case_freed_blocks_are_used_for_other_sizes_before_the_arena_grows(_):
         del mixed
 
 
-def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_before(_):
+def test_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_before(hvd):
     with served(MIB, 64 * MIB):
         ARENA.trim()
         least = populated()
@@ -124,7 +127,7 @@ def case_memory_that_no_step_needs_any_more_goes_back_after_a_while_and_not_befo
             ARENA.end_step()
 
 
-def case_trim_gives_back_all_that_no_tensor_has(_):
+def test_trim_gives_back_all_that_no_tensor_has(hvd):
     with served(MIB, 8 * MIB):
         kept = born(MIB).fill_(7)
         gone = born(8 * MIB)
@@ -136,7 +139,7 @@ def case_trim_gives_back_all_that_no_tensor_has(_):
         assert lies_in_arena(again)
 
 
-def case_a_pinned_block_outlives_its_tensor(_):
+def test_a_pinned_block_outlives_its_tensor(hvd):
     with served(MIB):
         before = used()
         tensor = born(MIB).fill_(3)
@@ -156,7 +159,7 @@ def case_a_pinned_block_outlives_its_tensor(_):
             assert used() == before
 
 
-def case_what_is_in_no_block_cannot_be_pinned(_):
+def test_what_is_in_no_block_cannot_be_pinned(hvd):
     with served(MIB):
         tensor = born(MIB)
         address = tensor.data_ptr()
@@ -166,7 +169,7 @@ def case_what_is_in_no_block_cannot_be_pinned(_):
         assert ARENA.pin(address, MIB) == -1
 
 
-def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_changes_it(_):
+def test_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_changes_it(hvd):
     with served(MIB):
         neighbours = [born(MIB).fill_(number) for number in range(3)]
         tensor = neighbours[1]
@@ -194,7 +197,7 @@ def case_a_block_made_private_keeps_address_and_bytes_and_no_peer_sees_or_change
         assert address not in [one.data_ptr() for one in [born(MIB) for _ in range(8)]]  # a peer may still write there
 
 
-def case_a_private_block_that_was_freed_meanwhile_comes_back_when_it_is_unpinned(_):
+def test_a_private_block_that_was_freed_meanwhile_comes_back_when_it_is_unpinned(hvd):
     with served(MIB):
         before = used()
         tensor = born(MIB)
@@ -206,7 +209,7 @@ def case_a_private_block_that_was_freed_meanwhile_comes_back_when_it_is_unpinned
         assert used() == before
 
 
-def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_):
+def test_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(hvd):
     with served(MIB, 32 * MIB):
         descriptor = ARENA.open(True)
         ARENA.trim()
@@ -228,7 +231,7 @@ def case_where_the_file_cannot_grow_tensors_are_born_in_ordinary_memory(_):
         assert lies_in_arena(born(32 * MIB))
 
 
-def case_a_default_device_of_pytorch_does_not_pass_for_another_allocator(_):
+def test_a_default_device_of_pytorch_does_not_pass_for_another_allocator(hvd):
     with served(), torch.device("meta"):
         another = Arena()
         assert another.open(True) >= 0

@@ -12,8 +12,11 @@ from hvdkit.engine.session import runtime
 from tests.extending import numpy_framework as framework
 from tests.extending import shift  # noqa: F401 (it registers itself)
 from tests.extending.running_sign import MAGNITUDE, RunningSign
+from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.told import told
+
+pytestmark = on_ranks((2, "mpi"), (3, "torch"))
 
 
 def start_shift(array: np.ndarray, name: str) -> Any:
@@ -21,14 +24,14 @@ def start_shift(array: np.ndarray, name: str) -> Any:
     return runtime.engine().named.submit("shift", [array], fields, Call(name))
 
 
-def case_an_operation_gives_its_result(hvd: Any) -> None:
+def test_an_operation_gives_its_result(hvd: Any) -> None:
     hvd.barrier()  # all ranks have imported it, as they must before any asks for it
     for number in range(3):  # a repeated signature travels as a number
         came = start_shift(np.full((2, 3), 10 * number + hvd.rank()), "shifted").wait()
         np.testing.assert_array_equal(came, np.full((2, 3), 10 * number + (hvd.rank() - 1) % hvd.size()))
 
 
-def case_an_operation_is_checked_on_all_ranks(hvd: Any) -> None:
+def test_an_operation_is_checked_on_all_ranks(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("needs two ranks")
     with told(hvd.HorovodInternalError, "Mismatched shapes for shift 'clash'", "rank 0", "[2]", "[1]"):
@@ -40,7 +43,7 @@ def case_an_operation_is_checked_on_all_ranks(hvd: Any) -> None:
             hvd.allreduce(torch.zeros(2), name="kinds")
 
 
-def case_an_operation_without_zeros_does_not_go_with_join(hvd: Any) -> None:
+def test_an_operation_without_zeros_does_not_go_with_join(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("needs two ranks")
     if hvd.rank() == 0:
@@ -49,7 +52,7 @@ def case_an_operation_without_zeros_does_not_go_with_join(hvd: Any) -> None:
     hvd.join()
 
 
-def case_a_codec_trains_and_keeps_its_state(hvd: Any) -> None:
+def test_a_codec_trains_and_keeps_its_state(hvd: Any) -> None:
     if hvd.size() == 1:
         raise Skip("needs two ranks")
     torch.manual_seed(0)
@@ -81,7 +84,7 @@ def case_a_codec_trains_and_keeps_its_state(hvd: Any) -> None:
     assert any(name.startswith("running_sign(") for name in hvd.compression_stats().by_codec)
 
 
-def case_a_framework_has_operations_in_all_forms(hvd: Any) -> None:
+def test_a_framework_has_operations_in_all_forms(hvd: Any) -> None:
     rank, size = hvd.rank(), hvd.size()
     total = sum(range(size))
     array = np.full((2, 3), rank, dtype=np.float32)
@@ -103,7 +106,7 @@ def case_a_framework_has_operations_in_all_forms(hvd: Any) -> None:
     assert (received.dtype, received.tolist()) == (np.dtype(np.int64), [1] * size)
 
 
-def case_a_framework_is_checked_as_others_are(hvd: Any) -> None:
+def test_a_framework_is_checked_as_others_are(hvd: Any) -> None:
     with told(TypeError, "allreduce_async: name must be a string or None, got int"):
         framework.allreduce_async(np.zeros(1), 3)  # type: ignore[arg-type]
     with told(ValueError, "allgather: tensor must have at least one dimension", "HINT: use array.reshape(1)."):
@@ -112,7 +115,7 @@ def case_a_framework_is_checked_as_others_are(hvd: Any) -> None:
         framework.alltoall(np.zeros(3), [1] * (hvd.size() + 1), "splits")
 
 
-def case_ranks_of_two_frameworks_reduce_together(hvd: Any) -> None:
+def test_ranks_of_two_frameworks_reduce_together(hvd: Any) -> None:
     if hvd.rank() == 0:
         result = framework.synchronize(framework.allreduce_async(np.ones(3, dtype=np.float32), "both"))
     else:
@@ -120,7 +123,7 @@ def case_ranks_of_two_frameworks_reduce_together(hvd: Any) -> None:
     np.testing.assert_array_equal(result, np.full(3, hvd.size()))
 
 
-def case_a_framework_trains_with_gradients_written_by_hand(hvd: Any) -> None:
+def test_a_framework_trains_with_gradients_written_by_hand(hvd: Any) -> None:
     rank, size, rows = hvd.rank(), hvd.size(), 8
     numbers = np.random.default_rng(0)
     weights = [numbers.normal(size=(5, 4)), numbers.normal(size=(4, 2))]

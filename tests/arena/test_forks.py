@@ -17,7 +17,10 @@ import torch
 from hvdkit.arena import ARENA
 from tests import measured
 from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, served, used
-from tests.transports.shared import in_thread
+from tests.on_ranks import on_ranks
+from tests.transports.shared import in_thread, needs_memory_files, needs_native
+
+pytestmark = [needs_native, needs_memory_files, on_ranks((1, "torch"))]
 
 CHILD_SECONDS = 60
 
@@ -44,7 +47,7 @@ def in_child(work: Callable[[], None], meanwhile: Callable[[], None] = lambda: N
     assert status == 0, f"the child ended with status {status}"
 
 
-def case_what_a_child_writes_does_not_reach_its_parent(_):
+def test_what_a_child_writes_does_not_reach_its_parent(hvd):
     with served(MIB):
         weight = torch.nn.Parameter(torch.ones(MIB // 4))
         (weight * 3).sum().backward()
@@ -64,7 +67,7 @@ def case_what_a_child_writes_does_not_reach_its_parent(_):
         assert bool((gradient == 3).all())
 
 
-def case_a_child_has_what_was_there_when_it_was_forked(_):
+def test_a_child_has_what_was_there_when_it_was_forked(hvd):
     """Whatever its parent, other ranks and its parent's next tensors write, before and after it has looked."""
     with served(MIB):
         written, dropped, by_a_peer = (born(MIB).fill_(number) for number in (1, 2, 3))
@@ -104,7 +107,7 @@ def case_a_child_has_what_was_there_when_it_was_forked(_):
             os.close(descriptor)
 
 
-def case_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(_):
+def test_forks_of_one_step_share_the_copy_and_the_end_of_the_step_gives_it_back(hvd):
     with served(64 * MIB):
         tensor = born(64 * MIB).fill_(1)
         ARENA.end_step()
@@ -131,7 +134,7 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(_):
+def test_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memory(hvd):
     with served(MIB):
         tensors = [born(MIB).fill_(number) for number in range(4)]
         before = used()
@@ -149,7 +152,7 @@ def case_a_child_frees_its_parents_blocks_without_effect_and_gets_ordinary_memor
         assert lies_in_arena(born(MIB))
 
 
-def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_):
+def test_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(hvd):
     with served(MIB):
         tensor = born(MIB).fill_(1)
         offset = ARENA.pin(tensor.data_ptr(), MIB)
@@ -166,7 +169,7 @@ def case_what_a_parent_has_pinned_is_neither_unpinned_nor_moved_by_its_child(_):
         ARENA.unpin([offset])
 
 
-def case_a_child_can_reach_nothing_of_the_arenas_file(_):
+def test_a_child_can_reach_nothing_of_the_arenas_file(hvd):
     with served(MIB):
         tensor = born(MIB).fill_(1)
 
@@ -182,7 +185,7 @@ def case_a_child_can_reach_nothing_of_the_arenas_file(_):
         assert ARENA.open(True) >= 0
 
 
-def case_a_fork_while_other_threads_allocate_does_not_hang(_):
+def test_a_fork_while_other_threads_allocate_does_not_hang(hvd):
     sizes = [65536, MIB]
     over = threading.Event()
 
