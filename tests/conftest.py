@@ -1,4 +1,4 @@
-"""Fixtures that the tests of every room share: the transports that a job is run on, and folders for what mpirun leaves."""
+"""Fixtures of every room: the transports that carry a job, and folders for the files that mpirun leaves."""
 
 from __future__ import annotations
 
