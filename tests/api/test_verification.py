@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hvdkit.api.gradients.verification import compare
 from hvdkit.api.machine import machine, processor, processor_of
@@ -14,6 +16,7 @@ from hvdkit.engine.telemetry.verifying import (
     SKETCH,
     Comparison,
     Conversation,
+    LaneVerification,
     Statement,
     converse,
     is_due,
@@ -219,3 +222,16 @@ def test_processors_differ_by_what_they_can():
     assert processor_of(one) != processor_of(one.replace("25", "23"))
     assert machine("2 threads").startswith(processor())
     assert machine("2 threads").endswith("cores, 2 threads")
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7, 50, 100, 1000])
+def test_the_next_step_with_an_exchange_is_the_first_that_is_due_or_follows_one(every):
+    verification = LaneVerification(SimpleNamespace(size=2), every)
+    due = [step for step in range(1, 2200) if is_due(step - 1, every) or is_due(step, every)]
+    for step in range(1, 1100):
+        assert verification.next_due(step) == next(at for at in due if at >= step)
+
+
+def test_a_comparison_that_never_comes_takes_no_time_to_find():
+    assert LaneVerification(SimpleNamespace(size=2), 10**12).next_due(102) == 10**12
+    assert LaneVerification(SimpleNamespace(size=2), 0).next_due(1) == 0

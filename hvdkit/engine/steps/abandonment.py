@@ -6,6 +6,7 @@ ranks that use them and on the ranks that abandoned the step, so that each rank 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,17 @@ class Abandonment:
 
     def __init__(self, lane: Lane) -> None:
         self.is_spent = False  # all ranks abandoned a step, so that they agree anew without an error
-        self._lane = lane
+        self._lane_of = weakref.ref(lane)  # its memory goes with its last user, not with a cycle
         self._steps: set[int] = set()  # that this rank abandoned
         self.ranks: dict[int, set[int]] = {}  # that abandoned a step, by step
         self._declined: dict[int, set[int]] = {}  # the ranks that were told so, by step that this rank declined
         self._used = -1  # the newest step whose results this rank used
+
+    @property
+    def _lane(self) -> Lane:
+        lane = self._lane_of()
+        assert lane is not None, "a lane that is gone has no step"
+        return lane
 
     # -- the training thread ------------------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ class HostReducer(Reducer):
         bucket = self.arrangement.buckets[piece.bucket]
         offers = None if joined else self._offers  # end_step() makes a new list, so these stay
         codec = self._reduction.codecs[bucket.codec]
-        state = self.residuals.of_piece(piece) if codec.lossy else NOTHING_KEPT
+        state = self.residuals.of_piece(piece) if codec.lossy or codec.encodes else NOTHING_KEPT
         self.residuals.is_in_use = True
         return self._steps(PieceWork(piece, bucket, codec, state, number, tag), offers, joined, on_begin)
 
@@ -295,4 +295,4 @@ class HostReducer(Reducer):
 
     def close(self) -> None:
         self.block.leave()
-        self._node = None
+        self._node = self._chunks = None

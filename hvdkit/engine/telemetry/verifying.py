@@ -170,13 +170,13 @@ class LaneVerification:
         """Return the first step from ``step`` on (from 1) at whose end all ranks exchange words; 0 if there is none."""
         if self._group.size == 1 or self.every <= 0:
             return 0
-        while not (is_due(step - 1, self.every) or is_due(step, self.every)):
-            step += 1
-        return step
+        multiple = (step - 1) // self.every * self.every
+        compared = [after for after in (*FIRST_STEPS, multiple, multiple + self.every) if after > 0]
+        return min(at for after in compared for at in (after, after + 1) if at >= step)
 
     def prepare(self) -> None:
         """Take the word of this rank, which uses the step that ends now."""
-        self._own = self.ask()
+        self._own, self.words = self.ask(), []
 
     def exchange(self, joined: bool, tag: int) -> Steps[None]:
         """Exchange words by messages under ``tag``."""

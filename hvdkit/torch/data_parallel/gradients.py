@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ logger = logging.getLogger("hvdkit")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOADING = "ddp_hook.load_state_dict"
+NAMED = 3  # parameters that an error names
 # The keys of a state_dict whose values are the same on all ranks, with their words for errors; and all keys.
 ALIKE = {"size": "size", "turn": "turn", "codec": "codec", "shapes": "list of parameters"}
 KEYS = {*ALIKE, "rank", "kept"}
@@ -140,9 +142,10 @@ class ModelGradients:
     def check(self, index: int, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         """Raise ValueError for a bucket that cannot be averaged, or that has a parameter of another model."""
         if flat.dtype not in DTYPES or flat.device.type not in ("cpu", "cuda"):
-            names = ", ".join(self._names.get(parameter) or str([*parameter.shape]) for parameter in parameters)
+            names = [self._names.get(parameter) or str([*parameter.shape]) for parameter in parameters]
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise ValueError(
-                f"ddp_hook: bucket {index} ({names}) is {flat.dtype} on {flat.device}; "
+                f"ddp_hook: bucket {index} ({', '.join(names[:NAMED])}{more}) is {flat.dtype} on {flat.device}; "
                 f"expected one of {', '.join(map(str, DTYPES))} on the CPU or CUDA"
             )
         if self.have_model and not all(parameter in (self._slots or self._names) for parameter in parameters):
@@ -217,8 +220,12 @@ class ModelGradients:
         """Go on from the states of one or several ranks. Raises ValueError for states of another model."""
         shapes, kept = states[0]["shapes"], [entry for state in states for entry in state["kept"]]
         if shapes and shapes != self._shapes:
-            there, here = (", ".join(" x ".join(map(str, shape)) for shape in each) for each in (shapes, self._shapes))
-            raise ValueError(f"the state_dict is of another model: parameters were {there} there, and are {here} here")
+            pairs = enumerate(zip_longest(shapes, self._shapes))
+            index, pair = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+            was, has = ("nothing" if shape is None else " x ".join(map(str, shape)) or "a number" for shape in pair)
+            raise ValueError(
+                f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
+            )
         kept = compression_state.check(kept, compression_state.shapes_of(lane, self._keys))
         lane.reducer.reset()
         compression_state.resume(lane, kept, self._keys)

@@ -122,7 +122,10 @@ class Agreement:
 
     def fits(self, parameters: dict[int, torch.Tensor]) -> bool:
         """True if these are the parameters that ranks agreed on, with gradients of the same dtypes."""
-        return self.ids == list(parameters) and self._declared == list(map(declared_dtypes, parameters.values()))
+        if self.ids != list(parameters):
+            return False
+        is_as_declared = self._declared == list(map(declared_dtypes, parameters.values()))
+        return is_as_declared or self._dtypes == list(map(gradient_dtype, parameters.values()))
 
     def changed(self, parameters: dict[int, torch.Tensor]) -> list[int]:
         """Return the ids of parameters whose gradients have another dtype than ranks agreed on."""

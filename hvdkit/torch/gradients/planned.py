@@ -226,7 +226,8 @@ class PlannedGradients:
             else:
                 into[i] = gradient, result
         # A graph that saved a gradient must not take the result for it.
-        torch.autograd.graph.increment_version(in_place)
+        for gradient in in_place:  # several at once need PyTorch 2.5
+            torch.autograd.graph.increment_version(gradient)
         if into:
             self._write(into)
 
@@ -236,7 +237,8 @@ class PlannedGradients:
         shared = {slots[index] for index in overlapping([gradient for gradient, _ in into.values()])}
         gradients, results = [], []
         for i, (gradient, result) in into.items():
-            if i in shared or (gradient.data_ptr() in self._in_place and gradient.numel()):
+            # A gradient that is reduced in place has its storage alone, and begins there.
+            if i in shared or (gradient.numel() and gradient.untyped_storage().data_ptr() in self._in_place):
                 self._replace(i, self.parameters[i], result)
             elif gradient.is_conj() or gradient.is_neg():
                 gradient.copy_(result)  # _foreach_copy_ cannot do this
