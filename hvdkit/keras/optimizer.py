@@ -14,6 +14,7 @@ from hvdkit.api.gradients.compression import Compressions
 from hvdkit.api.gradients.settings import check_settings, warn_of_overlap_forward
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
+from hvdkit.keras.functions import backend_name
 from hvdkit.keras.keras_2 import optimizer_classes
 from hvdkit.keras.optimizer_class import wrap
 from hvdkit.keras.step import KerasSettings, distributed_step
@@ -87,6 +88,11 @@ def DistributedOptimizer(
         raise TypeError(f'{got}\nHINT: keras.optimizers.get("adam") makes one of a name.')
     if distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
+    if backend_name() != "tensorflow" and isinstance(optimizer, optimizer_classes()):
+        raise ValueError(
+            "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
+            f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
+        )
     reduce_op = checks.check_op("DistributedOptimizer", op)
     if reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         got = f"DistributedOptimizer: got op=hvd.{reduce_op.name.capitalize()}"

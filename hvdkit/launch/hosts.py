@@ -76,7 +76,7 @@ def assign_slots(hosts: list[Host], size: int) -> list[Placement]:
         slots = f"slots ({available}) on {', '.join(f'{host.name}:{host.slots}' for host in hosts)}"
         hint = f"lower -np to {available}, or raise the slots after the colon; more slots than cores are allowed"
         raise UsageError(f"-np {size} asks for more processes than there are {slots}\nHINT: {hint}")
-    places = [(host.name, local_rank) for host in hosts for local_rank in range(host.slots)][:size]
+    places = [(host.name, local_rank) for host in hosts for local_rank in range(min(host.slots, size))][:size]
     local_sizes, cross_sizes = Counter(name for name, _ in places), Counter(local_rank for _, local_rank in places)
     seen: Counter[int] = Counter()
     placements = []

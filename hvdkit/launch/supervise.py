@@ -77,13 +77,19 @@ def supervise(children: list[Child], stop_grace: float) -> Outcome:
     worker.adopt_orphans()
     # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
     signals = [number for number in worker.STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    supervisor, outcome = _Supervisor(children, worker.wake_on_signals(signals), stop_grace), None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *signals)}
+    wake = worker.wake_on_signals(signals)
+    supervisor, outcome = _Supervisor(children, wake, stop_grace), None
     try:
         outcome = supervisor.loop()
     finally:
         # After success, processes that left their rank's process group on purpose may stay.
         if outcome != Outcome():
             supervisor.kill()
+        for number, handler in handlers.items():  # so that signals end the reports that follow
+            signal.signal(number, handler)
+        os.close(signal.set_wakeup_fd(-1))
+        os.close(wake)
     return outcome
 
 

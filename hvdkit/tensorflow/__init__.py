@@ -45,7 +45,11 @@ with suppress(ImportError):  # operations need no Keras
 
 def __getattr__(name: str) -> Any:
     if name == "SyncBatchNormalization":
-        importlib.import_module("hvdkit.tensorflow.sync_batch_norm")  # raises the ImportError again
+        try:
+            return importlib.import_module("hvdkit.tensorflow.sync_batch_norm").SyncBatchNormalization
+        except ImportError as error:
+            hint = "TF_USE_LEGACY_KERAS=1 needs tf_keras installed."
+            raise ImportError(f"SyncBatchNormalization: {error}\nHINT: {hint}") from error
     raise missing_attribute(__name__, name)
 
 

@@ -55,21 +55,37 @@ def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool
 class VariableVerification(Verification):
     """The verification of a step's sources, which are hashed between the step's begin and end."""
 
+    def __init__(self, broadcast: str) -> None:
+        super().__init__(broadcast)
+        self._hashed: list[tuple[Verified, int, Any]] = []  # of the step under way: variables, hashes and sketches
+
     def begin(self) -> int:
         """Begin a step. Returns the level of the variables that are to be hashed in it."""
+        self._hashed.clear()
         return NOTHING if not self.wants(self.step) else ALL if self.wants(self.step, sparse=True) else DENSE
 
-    def hash(self, variables: Sequence[Verified], *values: Any) -> None:
-        """Hash and state the values of variables, arrays or eager tensors."""
-        flats = [np.ascontiguousarray(as_array(value)).reshape(-1) for value in values]
-        hashes = np.array([kernels.checksum(flat.view(np.uint8)) for flat in flats], dtype=np.uint64)
-        sketches = np.array([_sketch_of(flat) for flat in flats]) if self.wants_sketches else None
+    def hash(self, variable: Verified, value: Any) -> None:
+        """Hash the value of a variable, an array or an eager tensor. The host has a copy of a single variable."""
+        flat = np.ascontiguousarray(as_array(value)).reshape(-1)
+        sketched = _sketch_of(flat) if self.wants_sketches else None
+        self._hashed.append((variable, kernels.checksum(flat.view(np.uint8)), sketched))
+
+    def state_hashes(self) -> None:
+        """State the hashes of the variables that were hashed in this step."""
+        variables, hashes, sketches = zip(*self._hashed, strict=True)
         details = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
         gpus = sorted({str(each.get("device_name", "GPU")) for each in details})
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         on = machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus)
-        names, precisions = [each.name for each in variables], [_precision(each.dtype) for each in variables]
-        self.state(Statement(on, hashes, sketches, names=names, precisions=precisions))
+        self.state(
+            Statement(
+                on,
+                np.array(hashes, dtype=np.uint64),
+                np.array(sketches) if self.wants_sketches else None,
+                names=[variable.name for variable in variables],
+                precisions=[_precision(variable.dtype) for variable in variables],
+            )
+        )
 
 
 def _sketch_of(flat: Array) -> Array:
@@ -90,15 +106,21 @@ def hash_variables(verification: VariableVerification, variables: Sequence[Verif
     """
     by_level = [[variable for variable in variables if variable.level <= level] for level in range(3)]
     if tf.executing_eagerly():
+        for variable in by_level[wanted]:
+            verification.hash(variable, variable.read())
         if by_level[wanted]:
-            verification.hash(by_level[wanted], *(variable.read() for variable in by_level[wanted]))
+            verification.state_hashes()
         return []
 
     def branch(chosen: Sequence[Verified]) -> Any:
-        values = [variable.read() for variable in chosen]
-        hash_them = in_graph(partial(verification.hash, chosen))
-        return (
-            tf.numpy_function(hash_them, values, tf.int64, name="hvdkit_hash") if values else tf.constant(0, tf.int64)
-        )
+        last = tf.constant(0, tf.int64)
+        for variable in chosen:  # one after the other: the host has a copy of each
+            hash_it = in_graph(partial(verification.hash, variable))
+            with tf.control_dependencies([last]):
+                last = tf.numpy_function(hash_it, [variable.read()], tf.int64, name="hvdkit_hash")
+        if chosen:
+            with tf.control_dependencies([last]):
+                last = tf.numpy_function(in_graph(verification.state_hashes), [], tf.int64, name="hvdkit_state")
+        return last
 
     return [tf.switch_case(tf.cast(wanted, tf.int32), [as_written(partial(branch, chosen)) for chosen in by_level])]

@@ -69,7 +69,10 @@ class ControlConnections:
 
     def send(self, peer: int, kind: int, payload: bytes) -> None:
         """Send in the order of the calls; never waits. A message to a lost rank is dropped."""
-        if (link := self._links.get(peer)) is None:
+        link = self._links.get(peer)
+        if link is None or (link.ended and link.is_needless):
+            if link is not None:
+                self._links.pop(peer, None)
             made = Link(peer)
             link = self._links.setdefault(peer, made)  # the peer may have connected just now
             if link is made:
@@ -94,12 +97,9 @@ class ControlConnections:
     def drop(self) -> None:
         """End the connections that were let go."""
         for link in [link for link in list(self._open) if link.is_needless]:
-            self._forget(link)
+            if self._links.get(link.peer) is link:
+                del self._links[link.peer]
             self._do_later(partial(self._end, link))
-
-    def _forget(self, link: Link) -> None:
-        if self._links.get(link.peer) is link:
-            del self._links[link.peer]
 
     def connected(self) -> list[int]:
         """Return the ranks to which there are connections."""
@@ -245,8 +245,6 @@ class ControlConnections:
     def _end(self, link: Link, reason: str = "") -> None:
         """End a connection. ``reason``: why its rank is lost, if it is."""
         self._open.discard(link)
-        if link.is_needless:
-            self._forget(link)
         with link.lock:
             link.ended = True
             link.unsent.clear()

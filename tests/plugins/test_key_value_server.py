@@ -13,7 +13,7 @@ import pytest
 
 from hvdkit.environments.base import World
 from hvdkit.environments.network import own_addresses
-from hvdkit.plugins.horovod.transport import LARGEST_VALUE, KeyValueServer
+from hvdkit.plugins.horovod.key_value_server import LARGEST_VALUE, KeyValueServer
 
 REFUSED, FOUND, FORBIDDEN, NOT_FOUND, BAD = 409, 200, 403, 404, 400
 

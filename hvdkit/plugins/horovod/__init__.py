@@ -1,8 +1,9 @@
-"""Horovod's engine as a transport of PyTorch's CPU tensors, here a device's; another transport carries the messages.
+"""Horovod's engine as a transport of PyTorch's CPU tensors; another transport carries the messages.
 
-Process sets, which every rank of the job would have to make in Horovod, buckets of lossy codecs and CUDA tensors go by
-the transport below. Sums have Horovod's order: all ranks hold the same bits, but not those of another transport. Halves
-are summed in fp32, in rank order; 8 bits as 32. Horovod does not name a lost rank; the transport below does.
+The CPU is a device here: buckets and named operations go through ``TorchDeviceCollectives``. Process sets, which every
+rank of the job would have to make in Horovod, buckets of lossy codecs and CUDA tensors go by the transport below. Sums
+have an order of Horovod's own: all ranks hold the same bits, but not those of another transport. Halves are summed here
+in fp32, in rank order; 8 bits are summed as 32. Horovod does not name a lost rank; the transport below does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from hvdkit.transports import AUTO, Candidate, Job, choose, register
 if TYPE_CHECKING:
     from hvdkit.transports.base import Transport
 
-_FOR_TORCH_ALONE = "carries PyTorch's tensors alone.\nHINT: unset HVDKIT_TRANSPORT: MPI or Gloo then carries the job."
-
 
 class HorovodCandidate(Candidate):
     """The candidate in the list of transports. Ranks learn at its start whether Horovod is installed."""
@@ -26,17 +25,25 @@ class HorovodCandidate(Candidate):
     controller = None
 
     def unavailable(self, job: Job) -> str | None:
-        return None if job.for_torch else _FOR_TORCH_ALONE
+        """Return the reason if the tensors are another framework's."""
+        if job.for_torch:
+            return None
+        return (
+            "carries PyTorch's tensors, and this script uses another framework.\n"
+            "HINT: unset HVDKIT_TRANSPORT: the job goes by MPI or Gloo, whichever started it."
+        )
 
     def suits(self, job: Job) -> str:
+        """Return a reason if Horovod's own launcher started a job of PyTorch's tensors."""
         return f"started by {job.world.launcher}" if job.for_torch and job.world.launcher == HOROVODRUN else ""
 
     def open(self, job: Job) -> Transport:
+        """Connect the ranks by the transport of a job without Horovod."""
         from hvdkit.plugins.horovod.engine import find_native_part
         from hvdkit.plugins.horovod.transport import HorovodTransport
 
-        below = replace(job, requested=AUTO, for_torch=False)  # a job without Horovod
-        inner = choose(below)[0].open(below)
+        plain = replace(job, requested=AUTO, for_torch=False)
+        inner = choose(plain)[0].open(plain)
         return HorovodTransport(inner, find_native_part(), job.world, required=job.requested == self.name)
 
 

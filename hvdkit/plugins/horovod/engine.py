@@ -1,4 +1,7 @@
-"""Horovod's engine in this process, without Horovod's Python, and a process group that it carries."""
+"""Horovod's engine in this process, and a process group that it carries.
+
+Horovod's Python is not loaded: ``import horovod`` may give hvdkit, and no process waits at its end without a deadline.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import ctypes
 import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cache, partial
-from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import count
 from pathlib import Path
 from time import sleep
@@ -23,12 +26,17 @@ from hvdkit.environments.libraries import for_a_while
 from hvdkit.transports.gpu.streams import Launch
 from hvdkit.transports.waiters import TimedCall, Waiters
 
+THREAD = "hvdkit-horovod-call"
 _NAME = "mpi_lib_v2"  # Horovod's name of the library, from which its entry point has its name
+SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
 LARGEST = 1 << 30  # elements: Horovod passes their numbers on as C ints
-_EVERYONE = 0  # Horovod's process set of all ranks
-_NAMING_SECONDS = 3.0  # for the transport below, which has the time-out of Horovod's Gloo, to name a lost rank
+EVERYONE = 0  # Horovod's process set of all ranks
+# The transport below names a lost rank within this time: its time-out is that of Horovod's Gloo, and a second may pass.
+NAMING_SECONDS = 3.0
 # The numbers of Horovod's C interface.
 _OPS = ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.MIN, 3), (dist.ReduceOp.MAX, 4), (dist.ReduceOp.PRODUCT, 5))
+
+# The reason that is no surprise to a user who did not ask for Horovod.
 NOT_INSTALLED = "Horovod is not installed with its native part for PyTorch"
 
 
@@ -39,44 +47,55 @@ def find_native_part() -> Path | None:
 
 
 class NativeHorovod:
-    """The library. A process has one, with one engine, which may be started again once it has stopped.
-
-    Raises ImportError or OSError where it was built for another PyTorch or MPI than there is.
-    """
+    """The library. A process has one, with one engine, which may be started again once it has stopped."""
 
     def __init__(self, path: Path) -> None:
-        loader = ExtensionFileLoader(_NAME, str(path))
-        self.operations: Any = importlib.util.module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
-        loader.exec_module(self.operations)
+        """Raises ImportError or OSError where it was built for another PyTorch or MPI than there is."""
+        spec = importlib.util.spec_from_file_location(_NAME, path)
+        assert spec is not None, path
+        assert spec.loader is not None, path
+        self.operations: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.operations)
         self._calls = ctypes.CDLL(str(path))
         self._calls.horovod_init.restype = ctypes.c_bool
         assert self._calls.horovod_add_process_set, "an AttributeError: before 0.23, operations had other arguments"
-        self._stuck, self.was_given_ranks, self.stopping = "", False, threading.Event()
+        self._stuck, self._was_given_ranks, self.stopping = "", False, threading.Event()
         self._shutdown: TimedCall[Any] | None = None
 
-    def controller(self, carrier: str) -> tuple[str, str]:
-        """Return the way in which the ranks talk, "mpi" or "gloo", and the obstacle to a start, "" if there is none."""
-        by_mpi, obstacle = carrier == "mpi" and bool(self._calls.horovod_mpi_built()), self._stuck
-        if not by_mpi and not self._calls.horovod_gloo_built():
-            obstacle = "Horovod was built without Gloo, and MPI does not connect these ranks"
-        elif not self._stuck and self._calls.horovod_is_initialized():
-            obstacle = "Horovod was started in this process by somebody else"
-        return "mpi" if by_mpi else "gloo", obstacle
+    def was_built_with(self, controller: str) -> bool:
+        """True if the ranks of this library's engine can talk by a controller: "mpi" or "gloo"."""
+        return bool(getattr(self._calls, f"horovod_{controller}_built")())
 
-    def start(self, rank: int, size: int, members: list[int], seconds: float, variables: dict[str, str | None]) -> str:
+    def problem(self) -> str:
+        """Return the reason why the engine cannot be started in this process; "" if it can."""
+        if self._stuck:
+            return self._stuck
+        return "Horovod was started in this process by somebody else" if self._calls.horovod_is_initialized() else ""
+
+    def needs_ranks(self, ranks: list[int]) -> bool:
+        """True if Horovod must be told the MPI ranks of this job, as on all its ranks.
+
+        It takes all of MPI's ranks by itself, for which Open MPI need not ask mpirun, but keeps ranks of earlier jobs.
+        """
+        from mpi4py import MPI
+
+        return self._was_given_ranks or ranks != list(range(MPI.COMM_WORLD.Get_size()))
+
+    def start(
+        self, rank: int, size: int, members: list[int], timeout_seconds: float, environment: dict[str, str | None]
+    ) -> str:
         """Start the engine with all ranks. Return "", or the reason why it failed.
 
-        ``members``: the MPI ranks of this job, none for all of them. ``variables``: of the environment, for the start.
+        ``members``: the MPI ranks of this job, none for all of them. ``environment``: set during the start.
         """
         self.stopping.clear()
-        self.was_given_ranks |= bool(members)
-        self._shutdown = TimedCall(self._calls.horovod_shutdown, "hvdkit-horovod-stop")
+        self._was_given_ranks |= bool(members)
+        self._shutdown = TimedCall(self._calls.horovod_shutdown, THREAD)
         numbers = (ctypes.c_int * len(members))(*members)
-        init = partial(self._calls.horovod_init, numbers, len(members), None, None, 0)
-        start = TimedCall(init, "hvdkit-horovod-start")
-        with for_a_while(variables):
-            if not start.within(seconds):
-                self._stuck = f"it was not ready after {seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"
+        start = TimedCall(lambda: bool(self._calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
+        with for_a_while(environment):
+            if not start.within(timeout_seconds):
+                self._stuck = f"it was not ready after {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"
                 return self._stuck
         if not start.result():
             return "it refused"
@@ -88,22 +107,25 @@ class NativeHorovod:
     def stop(self, timeout_seconds: float) -> None:
         """Stop the engine. Operations in flight fail, here and on all other ranks."""
         self.stopping.set()
-        if not self._stuck and self._shutdown is not None and not self._shutdown.within(timeout_seconds):
+        shutdown, self._shutdown = self._shutdown, None
+        if not self._stuck and shutdown is not None and not shutdown.within(timeout_seconds):
             self._stuck = "Horovod's engine of a former job still waits for a rank that was lost"
 
-    def run(self, kind: str, tensor: Tensor, *arguments: Any) -> None:
-        """Run an operation, without a busy core as in Horovod's own wait. Raises RuntimeError."""
-        start = getattr(self.operations, f"horovod_torch_{kind}_async_{str(tensor.type()).replace('.', '_')}")
-        handle, pause = start(tensor, *arguments), 50e-6
+    def wait(self, handle: int) -> None:
+        """Block until an operation is done, without a busy core as in Horovod's own wait. Raises RuntimeError."""
+        pause = SHORTEST_PAUSE
         while not self.operations.horovod_torch_poll(handle):
             if self.stopping.is_set():
                 raise RuntimeError("Horovod's engine was stopped on this rank")
             sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            pause = min(2 * pause, LONGEST_PAUSE)
         self.operations.horovod_torch_wait_and_clear(handle)
 
 
-load = cache(NativeHorovod)  # the library of this process
+@cache
+def load(path: Path) -> NativeHorovod:
+    """Return the library of this process. Raises ImportError or OSError where it cannot be loaded."""
+    return NativeHorovod(path)
 
 
 class LaunchEnd(Future[None]):
@@ -123,9 +145,12 @@ class HorovodGroup:
     name, in any order: the launches, which number the names, must have one order on all ranks.
     """
 
-    def __init__(self, native: NativeHorovod, rank: int, size: int, label: str, waiters: Waiters) -> None:
-        self._native, self._rank, self._size, self._waiters = native, rank, size, waiters
-        self._names = (f"hvdkit.{label}.{number}" for number in count())  # of launches
+    def __init__(
+        self, native: NativeHorovod, rank: int, size: int, label: str, waiters: Waiters, finished: Callable[[], None]
+    ) -> None:
+        self._native, self._rank, self._size = native, rank, size
+        self._label, self._waiters, self._finished = label, waiters, finished
+        self._launched = 0
         self._here = threading.local()  # of the thread of a launch: the names of its operations
 
     def rank(self) -> int:
@@ -138,7 +163,8 @@ class HorovodGroup:
         return None  # work of a thread on the CPU is done at once
 
     def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Launch) -> LaunchEnd:
-        name, end = next(self._names), LaunchEnd()
+        name, end = f"hvdkit.{self._label}.{self._launched}", LaunchEnd()
+        self._launched += 1
 
         def run() -> None:
             self._here.names = (f"{name}.{number}".encode() for number in count(1))
@@ -148,8 +174,9 @@ class HorovodGroup:
                 end.set_result(None)
             except Exception as error:  # whatever it is, the engine must learn of it
                 cause = (str(error).splitlines() or [repr(error)])[0]
-                self._native.stopping.wait(_NAMING_SECONDS)
+                self._native.stopping.wait(NAMING_SECONDS)
                 end.set_exception(RuntimeError(f"Horovod's engine gave {name} up: {cause}"))
+            self._finished()
 
         self._waiters.run(run)
         return end
@@ -159,13 +186,13 @@ class HorovodGroup:
         # Horovod sums no 8 bits. Sums that overflow come out the same, since only the upper bits are cut off.
         wide = flat.to(torch.int32) if flat.element_size() == 1 else flat
         for part in torch.split(wide, LARGEST):
-            self._native.run("allreduce", part, part, 1, next(self._here.names), number, 1.0, 1.0, _EVERYONE)
+            self._run("allreduce", part, part, 1, next(self._here.names), number, 1.0, 1.0, EVERYONE)
         if wide is not flat:
             flat.copy_(wide)
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> None:
         for part in torch.split(tensors[0], LARGEST):
-            self._native.run("broadcast", part, part, options.rootRank, next(self._here.names), _EVERYONE)
+            self._run("broadcast", part, part, options.rootRank, next(self._here.names), EVERYONE)
 
     def alltoall_base(self, output: Tensor, own: Tensor, *_splits: Sequence[int]) -> None:
         """Send part p of ``own`` to rank p, and fill part p of ``output`` from there."""
@@ -175,14 +202,21 @@ class HorovodGroup:
         self._exchange("allgather", output, own, 1)
 
     def _exchange(self, kind: str, output: Tensor, own: Tensor, rows: int) -> None:
-        """Exchange rows of elements, as it knows no bfloat16, in pieces that it can count on all ranks."""
+        """Exchange rows of elements, in pieces of which Horovod can count those of all ranks."""
+        # It knows no bfloat16.
         output, own = (flat.view(torch.uint8 if flat.element_size() == 1 else torch.int16) for flat in (output, own))
         elements, step = own.numel() // rows, max(1, LARGEST // self._size)
-        pieces = (torch.split(flat, step, 1) for flat in (own.view(rows, elements), output.view(self._size, elements)))
-        for piece, part in zip(*pieces, strict=True):
-            received = part.contiguous()  # the output itself where the piece is whole
-            splits = torch.full((rows,), piece.shape[1], dtype=torch.int32)
-            arguments = (received.view(-1),) if rows == 1 else (splits, received.view(-1), torch.empty_like(splits))
-            self._native.run(kind, piece.contiguous().view(-1), *arguments, next(self._here.names), _EVERYONE)
-            if received.data_ptr() != part.data_ptr():
-                part.copy_(received)
+        for begin in range(0, elements, step):
+            end = min(begin + step, elements)
+            piece = own.view(rows, elements)[:, begin:end].contiguous().view(-1)
+            received = output if end - begin == elements else output.new_empty((end - begin) * self._size)
+            splits = torch.full((rows,), end - begin, dtype=torch.int32)
+            arguments = (received,) if rows == 1 else (splits, received, torch.empty_like(splits))
+            self._run(kind, piece, *arguments, next(self._here.names), EVERYONE)
+            if received is not output:
+                output.view(self._size, elements)[:, begin:end].copy_(received.view(self._size, -1))
+
+    def _run(self, kind: str, tensor: Tensor, *arguments: Any) -> None:
+        """Start an operation of the engine, and wait for it."""
+        function = f"horovod_torch_{kind}_async_{str(tensor.type()).replace('.', '_')}"
+        self._native.wait(getattr(self._native.operations, function)(tensor, *arguments))
