@@ -199,6 +199,7 @@ def test_a_job_that_raises_is_told_in_ten_lines(controller: str, tmp_path: Path)
     assert len(others) <= 2
 
 
+@pytest.mark.essential(controller="--gloo")
 def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller: str, tmp_path: Path):
     status, lines = run(controller, script(tmp_path, "sys.exit(0)"), "--output-filename", str(tmp_path / "out"))
     assert status == 1
@@ -233,6 +234,7 @@ def test_where_mpirun_itself_crashes_the_rank_that_failed_is_named(tmp_path: Pat
     assert re.fullmatch(r"hvdkitrun: rank 1 on \S+ failed with code 1, which ended the job", lines[-1])
 
 
+@pytest.mark.essential(controller="--mpi")
 def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: Path):
     status, lines = run(controller, script(tmp_path, "sys.exit(3)"), "--verbose")
     assert status == 3
@@ -242,6 +244,7 @@ def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: P
     assert "rank 1 on " in lines[-1]
 
 
+@pytest.mark.essential(controller="--gloo")
 def test_what_a_rank_prints_itself_stays_and_its_children_are_not_asked(controller: str, tmp_path: Path):
     child = "import os, sys; print('asked', os.environ.get('HVDKIT_FAILURE_RECORDS'), file=sys.stderr)"
     fails = f"import subprocess; subprocess.run([sys.executable, '-c', {child!r}])"
@@ -252,6 +255,7 @@ def test_what_a_rank_prints_itself_stays_and_its_children_are_not_asked(controll
     assert "KeyError: 3" in lines
 
 
+@pytest.mark.essential(controller="--mpi")
 def test_a_failure_is_shown_at_once_and_all_of_it_kept_where_the_rank_does_not_end(controller: str, tmp_path: Path):
     stays = "import threading; threading.Thread(target=threading.Event().wait).start(); raise ValueError('here')"
     command = launch(controller, sys.executable, str(script(tmp_path, stays)))

@@ -25,12 +25,14 @@ def test_a_training_that_fails_alone_is_told_and_which_rank_it_was_comes_last(co
     assert "rank 1 on " in result.last_words
 
 
+@pytest.mark.essential(controller="--mpi")
 @pytest.mark.parametrize("code", [JOINS, RANK + REDIRECTED + JOINS], ids=["", "output redirected"])
 def test_a_job_that_joins_hears_nothing_of_it(controller, code):
     result = call([controller, "-np", "2"], code)
     assert (result.status, result.stderr) == (0, "")
 
 
+@pytest.mark.essential(controller="--gloo")
 def test_ranks_that_had_not_joined_a_failed_job_are_named(controller):
     result = call([controller, "-np", "3"], f"{RANK}import time\nif rank == '1': {JOINS}else: time.sleep(600)", **SOON)
     assert "hvdkitrun: ranks 0, 2 had not called hvd.init()" in result.stderr.splitlines()
@@ -46,6 +48,7 @@ def test_one_process_and_other_programs_may_stay_alone(controller):
         assert call_bare(controller, "-np", "2", *command).stderr == ""
 
 
+@pytest.mark.essential(controller="--mpi")
 def test_what_is_said_of_init_does_not_reach_what_a_rank_starts(controller):
     child = "import os, sys; print(os.environ.get('HVDKIT_INIT_PIPE'))"
     result = call(

@@ -34,10 +34,12 @@ def test_too_few_open_files_are_one_sentence_before_anything_starts(controller, 
     assert status == 1
 
 
+@pytest.mark.essential(controller="--gloo")
 def test_the_limit_of_files_that_is_said_to_be_enough_is_enough(controller):
     assert run_with_files(32, *launch(controller))[0] == 0
 
 
+@pytest.mark.essential(controller="--mpi")
 def test_a_rank_with_too_few_open_files_says_so(controller):
     command = ["sh", "-c", f'ulimit -n 20; exec "$0" -c "{JOINS}"', sys.executable]
     status, lines = run_with_files(1024, *launch(controller)[:-3], *command)
