@@ -287,6 +287,29 @@ def test_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> Non
     forget_a_step_on_the_last_rank(hvd, forget)
 
 
+@on_ranks((2, "torch"), name="no arena", HVDKIT_ARENA="0", HVDKIT_FUSION_THRESHOLD="65536")
+def test_a_forgotten_step_is_an_error_where_all_its_gradients_wait_for_step(hvd: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(20_000))  # large, which waits for step() where there is no arena
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), named_parameters=[("weight", weight)])
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    backward()
+    if hvd.rank() == hvd.size() - 1:
+        optimizer.load_state_dict(saved)
+        backward()
+    with told(hvd.HorovodInternalError, " gave up a "):
+        for _ in range(100):
+            optimizer.step()
+            backward()
+
+
 def test_a_forgotten_step_is_an_error_where_it_is_forgotten_twice(hvd: Any) -> None:
     def forget(optimizer: Any, saved: dict[str, Any]) -> None:
         lane = optimizer._synchronizer._agreement.planned.lane

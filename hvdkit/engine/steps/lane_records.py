@@ -85,7 +85,7 @@ class LaneRecords:
             timeline.span(COMPUTATION, "WAIT_FOR_GRADIENTS", started, perf_counter(), of=self._plan.name)
 
     def step_ended(self, number: int) -> None:
-        """Record that all gradients of a step are reduced."""
+        """Record that a step is over."""
         now, timeline = perf_counter(), self._telemetry.timeline
         if timeline is not None:
             timeline.span(f"{TRAINING}steps of {self._plan.name}", f"STEP {number}", self._step_began, now)

@@ -92,17 +92,19 @@ class PlannedGradients:
             self._watched[i] = watch(gradient)
         if may_grow and i in self.lane.step.ready:
             raise AssertionError(COMPUTED_AGAIN.format(name=self.lane.slots[i].name))
-        if self._hands_over_late or may_grow:
-            self.lane.step.begun = True
-            self._waiting[i] = perf_counter() if since is None else since
-        elif (
-            gradient is not None
-            and i not in self._small
-            and not self.lane.on_device
-            and not ARENA.contains(gradient.data_ptr())
-            and can_be_reduced_in_place(gradient, self._forms[i])
-        ):
+        if (
+            self._hands_over_late
+            or may_grow
             # Now it would be reduced in memory that share_memory_() may free.
+            or (
+                gradient is not None
+                and i not in self._small
+                and not self.lane.on_device
+                and not ARENA.contains(gradient.data_ptr())
+                and can_be_reduced_in_place(gradient, self._forms[i])
+            )
+        ):
+            self.lane.step.begun = True
             self._waiting[i] = perf_counter() if since is None else since
         else:
             self.lane.ready_all((i,), self._offers((i,), (gradient,)), (since,))
