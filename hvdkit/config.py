@@ -18,28 +18,30 @@ _ALLREDUCES = ("auto", "all_to_all", "two_phase", "ring", "tree", "butterfly", "
 TRANSPORTS = ["auto", "mpi", "torch", "horovod", "solo"]  # registered transports are appended
 
 
-_Kind = Callable[[Any, str], Callable[[str], Any]]  # makes a setting of default and names, then of its description
+_Kind = Callable[[Any, str, str], Any]  # makes a setting of its default, environment names and description
 
 
 def _kind(unit: str, parse: Callable[[str], Any]) -> _Kind:
     """Return the constructor of the fields for settings in this unit."""
 
-    def described(default: Any, names: str, about: str) -> Any:
+    def setting(default: Any, names: str, about: str) -> Any:
         return field(default=default, metadata={"parse": parse, "names": names.split(), "unit": unit, "about": about})
 
-    return lambda default, names: partial(described, default, names)
+    return setting
 
 
-def _number(unit: str, number: Callable[[str], Any], expected: str, positive: bool = False) -> _Kind:
-    """Return the constructor of fields for numbers of zero or more; with "auto" in the unit, this word gives None."""
+def _number(
+    unit: str, number: Callable[[str], Any], expected: str, *, positive: bool = False, or_auto: bool = False
+) -> _Kind:
+    """Return the constructor of fields for numbers of zero or more. With ``or_auto``, the word "auto" gives None."""
 
     def parse(text: str) -> Any:
-        if "auto" in unit and text.strip().lower() == "auto":
+        if or_auto and text.strip().lower() == "auto":
             return None
         try:
             value = number(text)
         except ValueError:
-            value = -1
+            raise ValueError(f"expected {expected}") from None
         if not 0 <= value < float("inf"):
             raise ValueError(f"expected {expected}")
         if positive and value == 0:
@@ -74,95 +76,146 @@ _switch = _kind("0 or 1", lambda text: _BOOLEANS[_one_of(_BOOLEANS, text.strip()
 _threads = _kind("threads", _parse_threads)
 _seconds = _number("s", float, "seconds, zero or more")
 _positive_seconds = _number("s", float, "seconds, zero or more", positive=True)
-_positive_seconds_or_auto = _number("s, auto", float, "seconds, zero or more", positive=True)
+_positive_seconds_or_auto = _number("s, auto", float, "seconds, zero or more", positive=True, or_auto=True)
 _milliseconds = _number("ms", float, "milliseconds, zero or more")
-_bytes_or_auto = _number("bytes, auto", int, "bytes, a whole number, zero or more, or auto")
+_bytes_or_auto = _number("bytes, auto", int, "bytes, a whole number, zero or more, or auto", or_auto=True)
 _log_level = _kind(", ".join(_LOG_LEVELS), lambda text: _LOG_LEVELS[_one_of(_LOG_LEVELS, text.strip().lower())])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The run-time options of a process. Of several names, the first wins that is set, and not to nothing."""
+    """The run-time options of a process. If a setting has several names, the first that is set wins.
 
-    transport: str = _choice(TRANSPORTS)("auto", "HVDKIT_TRANSPORT")(
-        "what carries the bytes; `auto` follows the launcher and the device"
+    An empty variable ("") counts as not set.
+    """
+
+    transport: str = _choice(TRANSPORTS)(
+        "auto",
+        "HVDKIT_TRANSPORT",
+        "what carries the bytes; `auto` follows the launcher and the device",
     )
-    timeout_seconds: float = _positive_seconds(60.0, "HVDKIT_TIMEOUT_SECONDS")(
-        "how long a rank may give no sign of life before the ranks that wait for it raise an error"
+    timeout_seconds: float = _positive_seconds(
+        60.0,
+        "HVDKIT_TIMEOUT_SECONDS",
+        "how long a rank may give no sign of life before the ranks that wait for it raise an error",
     )
-    unresponsive_timeout_seconds: float | None = _positive_seconds_or_auto(None, "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS")(
+    unresponsive_timeout_seconds: float | None = _positive_seconds_or_auto(
+        None,
+        "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS",
         "how long a rank whose process lives may not answer, since a library keeps Python's lock (GIL) or its threads "
-        "wait for each other; `auto` is ten times `HVDKIT_TIMEOUT_SECONDS`, below which it cannot be"
+        "wait for each other; `auto` is ten times `HVDKIT_TIMEOUT_SECONDS`, below which it cannot be",
     )
-    start_timeout_seconds: float = _positive_seconds(30.0, "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT")(
-        "how long `hvd.init()` waits for all ranks; raise it on clusters that start slowly"
+    start_timeout_seconds: float = _positive_seconds(
+        30.0,
+        "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT",
+        "how long `hvd.init()` waits for all ranks to connect; raise it on clusters that start slowly",
     )
-    stop_grace_seconds: float = _seconds(10.0, "HVDKIT_STOP_GRACE_SECONDS")(
-        "how long ranks may save after SIGTERM to `hvdkitrun`, before SIGKILL ends them"
+    stop_grace_seconds: float = _seconds(
+        10.0,
+        "HVDKIT_STOP_GRACE_SECONDS",
+        "how long ranks may save after SIGTERM to `hvdkitrun`, before SIGKILL ends them",
     )
-    secret_file: str = _path("", "HVDKIT_SECRET_FILE")(
+    secret_file: str = _path(
+        "",
+        "HVDKIT_SECRET_FILE",
         "ranks of the torch transport prove to each other that they know what is in this file, which only its user may "
-        "read; `hvdkitrun` makes one for each job"
+        "read; `hvdkitrun` makes one for each job",
     )
-    fusion_threshold: int | None = _bytes_or_auto(None, "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD")(
+    fusion_threshold: int | None = _bytes_or_auto(
+        None,
+        "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
         "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone; "
         "`auto` measures the network at init; where the ranks' threads have every core of their one host, it is "
-        "128 MiB, and gradients are summed after the backward pass"
+        "128 MiB, and gradients are summed after the backward pass",
     )
-    cycle_time_ms: float = _milliseconds(1.0, "HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME")(
-        "longest pause between two looks at a polling transport while something is pending"
+    cycle_time_ms: float = _milliseconds(
+        1.0,
+        "HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME",
+        "longest pause between two looks at a polling transport while something is pending",
     )
-    spin_microseconds: int = _count("us")(200, "HVDKIT_SPIN_MICROSECONDS")(
-        "how long a waiting thread polls without pause; 0 leaves the core to the computation at once"
+    spin_microseconds: int = _count("us")(
+        200,
+        "HVDKIT_SPIN_MICROSECONDS",
+        "how long a waiting thread polls without pause; 0 leaves the core to the computation at once",
     )
-    idle_poll_ms: float = _milliseconds(10.0, "HVDKIT_IDLE_POLL_MS")(
-        "pause between two looks at a polling transport while nothing is pending"
+    idle_poll_ms: float = _milliseconds(
+        10.0,
+        "HVDKIT_IDLE_POLL_MS",
+        "pause between two looks at a polling transport while nothing is pending",
     )
-    max_bytes_in_flight: int | None = _bytes_or_auto(None, "HVDKIT_MAX_BYTES_IN_FLIGHT")(
+    max_bytes_in_flight: int | None = _bytes_or_auto(
+        None,
+        "HVDKIT_MAX_BYTES_IN_FLIGHT",
         "how much of a plan is on the wire at once, which takes as much scratch memory; 0 is one bucket at a time; "
-        "`auto` is four buckets, or what the network holds"
+        "`auto` is four buckets, or what the network holds",
     )
-    allreduce: str = _choice(_ALLREDUCES)("auto", "HVDKIT_ALLREDUCE")(
+    allreduce: str = _choice(_ALLREDUCES)(
+        "auto",
+        "HVDKIT_ALLREDUCE",
         "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order. ring, "
-        "tree and butterfly round half precision at each hop"
+        "tree and butterfly round half precision at each hop",
     )
-    verify: int = _count("steps")(1000, "HVDKIT_VERIFY")(
+    verify: int = _count("steps")(
+        1000,
+        "HVDKIT_VERIFY",
         "after steps 1, 10, 100 and every so many, ranks compare hashes of the parameters and raise if they differ; "
-        "after step 1, which a broadcast may follow, they warn; 0 is off"
+        "after step 1, which a broadcast may follow, they warn; 0 is off",
     )
-    cache_capacity: int = _count("signatures")(1024, "HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY")(
-        "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off"
+    cache_capacity: int = _count("signatures")(
+        1024,
+        "HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY",
+        "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off",
     )
-    node_memory: bool = _switch(True, "HVDKIT_NODE_MEMORY")(
-        "0 lets ranks of one host talk over the transport instead of memory that they share"
+    node_memory: bool = _switch(
+        True,
+        "HVDKIT_NODE_MEMORY",
+        "0 lets ranks of one host talk over the transport instead of memory that they share",
     )
-    arena: bool = _switch(True, "HVDKIT_ARENA")(
+    arena: bool = _switch(
+        True,
+        "HVDKIT_ARENA",
         "whether PyTorch's gradients are allocated in memory that the ranks of a node share, so that they are summed "
-        "where they lie; else, and with the aarch64 wheels of PyTorch, they go there in chunks"
+        "where they lie; else, and with the aarch64 wheels of PyTorch, they go there in chunks, in `step()`",
     )
-    compute_threads: int = _threads(1, "OMP_NUM_THREADS")(
-        "OpenMP's own: how many of the host's cores a rank computes on"
+    compute_threads: int = _threads(
+        1,
+        "OMP_NUM_THREADS",
+        "OpenMP's own: how many of the host's cores a rank computes on",
     )
-    stall_check_disable: bool = _switch(False, "HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE")(
-        "1 silences the warnings about ranks that fall behind"
+    stall_check_disable: bool = _switch(
+        False,
+        "HVDKIT_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE",
+        "1 silences the warnings about ranks that fall behind",
     )
-    stall_check_seconds: float = _seconds(60.0, "HVDKIT_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS")(
-        "after how long a tensor that some ranks have not submitted is warned about; 0 never warns"
+    stall_check_seconds: float = _seconds(
+        60.0,
+        "HVDKIT_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "after how long a tensor that some ranks have not submitted is warned about; 0 never warns",
     )
     stall_shutdown_seconds: float = _seconds(
-        0.0, "HVDKIT_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-    )("after how long such a tensor becomes an error on the ranks that wait; 0 never")
-    timeline: str = _path("", "HVDKIT_TIMELINE HOROVOD_TIMELINE")(
-        "rank 0 writes a Chrome trace here; `DYNAMIC` waits for `hvd.start_timeline()`"
+        0.0,
+        "HVDKIT_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "after how long such a tensor becomes an error on the ranks that wait; 0 never",
     )
-    timeline_mark_cycles: bool = _switch(False, "HVDKIT_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES")(
-        "1 marks every round of the engine in the timeline"
+    timeline: str = _path(
+        "",
+        "HVDKIT_TIMELINE HOROVOD_TIMELINE",
+        "rank 0 writes a Chrome trace here; `DYNAMIC` waits for `hvd.start_timeline()`",
     )
-    dynamic_process_sets: bool = _switch(False, "HVDKIT_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS")(
-        "1 allows `hvd.add_process_set()` and `hvd.remove_process_set()` after `hvd.init()`"
+    timeline_mark_cycles: bool = _switch(
+        False,
+        "HVDKIT_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES",
+        "1 marks every round of the engine in the timeline",
     )
-    log_level: str = _log_level("warning", "HVDKIT_LOG_LEVEL HOROVOD_LOG_LEVEL")(
-        "what the `hvdkit` logger lets through; Python calls `trace` debug and `fatal` critical"
+    dynamic_process_sets: bool = _switch(
+        False,
+        "HVDKIT_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS",
+        "1 allows `hvd.add_process_set()` and `hvd.remove_process_set()` after `hvd.init()`",
+    )
+    log_level: str = _log_level(
+        "warning",
+        "HVDKIT_LOG_LEVEL HOROVOD_LOG_LEVEL",
+        "what the `hvdkit` logger lets through; Python calls `trace` debug and `fatal` critical",
     )
 
     @property

@@ -62,7 +62,7 @@ class RankedCases:
         self.names = [name for module in modules for name in case_names(module)]
         assert len(set(self.names)) == len(self.names), "cases of one job need different names"
         self.selected: dict[tuple[int, str], set[str]] = defaultdict(set)  # by job; all cases, if empty
-        self._results = functools.lru_cache(maxsize=None)(self._run)
+        self._results = functools.cache(self._run)
 
     def _run(self, size: int, transport: str) -> tuple[list[dict[str, str]], str]:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: a job in milliseconds, for what no process of its own is needed to show."""
+"""Ranks that are threads of this process: jobs that take milliseconds, for tests that need no processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB_SECONDS = 150.0  # longer than the engine itself waits
 
 
 class Dies(Exception):  # noqa: N818 (not an error)
-    """Raised by what runs on a rank: it ends without a word, as a process that is killed."""
+    """Raised by the code of a rank to end it without a goodbye, as a process that is killed."""
 
 
 def allreduce(session: Session, array: Any, name: str, process_set: int = 0) -> None:
@@ -32,7 +32,7 @@ def allreduce(session: Session, array: Any, name: str, process_set: int = 0) -> 
 
 
 def hand_over(lane: Lane, slot: int, own: Any) -> Any:
-    """Give a lane this rank's gradient, or None, where the lane has a place for it. Return where the sum will be."""
+    """Give a lane this rank's gradient, or None for zeros. Return the array that the sum will be in."""
     if own is None:
         lane.ready(slot, None)
     elif (small := lane.small(slot)) is not None:
@@ -52,10 +52,10 @@ def on_threads(
     per_node: int | None = None,
     **settings: Any,
 ) -> list[T | None]:
-    """What ``run(session)`` returns on each of ``size`` ranks, each a thread with a session of its own.
+    """Return the result of ``run(session)`` on each of ``size`` ranks, each a thread with a session of its own.
 
-    ``per_node``: how many ranks each node shall be thought to have, all if None; ``settings`` are fields of Settings.
-    For one that ``Dies`` it is None. Raises what a rank raised, and AssertionError for one that does not end.
+    ``per_node``: how many ranks a node has, all if None; ``settings``: fields of Settings.
+    The result of a rank that ``Dies`` is None. Raises the error of a rank, AssertionError if a rank does not end.
     """
     wires, there = Wires(size), per_node or size
     asked = replace(Settings(), node_memory=False, verify=0, **settings)
@@ -83,8 +83,9 @@ def on_threads(
         thread.start()
     for thread in threads:
         thread.join(JOB_SECONDS)
-    if errors:  # that of the engine's may follow from what failed on another rank
-        raise min(errors.items(), key=lambda one: (isinstance(one[1], HorovodInternalError), one[0]))[1]
+    if errors:
+        # An error of the engine may be the consequence of another rank's, so it comes last.
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], HorovodInternalError), item[0]))[1]
     hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     assert not hanging, f"ranks {hanging} did not end in {JOB_SECONDS:g} s"
     return [results[rank] for rank in range(size)]

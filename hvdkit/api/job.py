@@ -42,13 +42,9 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         sys.meta_path.insert(0, _KerasFinder())
 
 
-def _is_communicator(comm: Any) -> bool:
-    return hasattr(comm, "Get_rank") and hasattr(comm, "Get_group")
-
-
 def _check_comm(comm: Any) -> Any:
     """Return None, a communicator, or a list of ranks. Raises ValueError for anything else."""
-    if comm is None or _is_communicator(comm):
+    if comm is None or runtime.is_communicator(comm):
         return comm
     ranks = list(comm) if isinstance(comm, Iterable) and not isinstance(comm, str | bytes) else None
     if ranks is None or any(isinstance(rank, bool) or not hasattr(rank, "__index__") for rank in ranks):
@@ -74,7 +70,7 @@ def _check_process_sets(process_sets: Any, comm: Any) -> list[ProcessSet] | str 
     for index, process_set in enumerate(sets):
         if not isinstance(process_set, ProcessSet):
             raise TypeError(f"{expected}, got {process_set!r} at index {index}")
-        if comm and not _is_communicator(comm) and process_set.ranks is None:
+        if comm and not runtime.is_communicator(comm) and process_set.ranks is None:
             raise NotImplementedError(
                 "At this time process sets defined via MPI communicators are only supported when calling hvd.init() "
                 f"with comm set to a global MPI communicator.\ninit: got comm={comm!r} and {process_set}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import zlib
 from pathlib import Path
+
+from hvdkit.engine.loop.driver import usable_cores
 
 
 def processor_of(cpuinfo: str) -> str:
@@ -32,5 +33,4 @@ def processor() -> str:
 
 def machine(*more: str) -> str:
     """Return the processor, the number of cores that this process may use, and the words ``more``."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ", ".join([processor(), f"{cores} cores", *more])
+    return ", ".join([processor(), f"{len(usable_cores())} cores", *more])

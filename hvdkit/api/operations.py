@@ -197,7 +197,7 @@ def _add(
     """Return the number of an operation. The results are in ``buffers``, or returned by the engine if that is None.
 
     ``in_place``: the user gets the tensors themselves; ``writes``: the results must be copied into them. Otherwise no
-    reference to the tensors is kept, whose memory a user has back who drops them in flight.
+    reference to the tensors is kept, so that their memory is free when the user drops them in flight.
     """
     targets = tensors if in_place else None
     devices = [] if in_place else [framework.device_of(tensor) for tensor in tensors]

@@ -57,7 +57,7 @@ def _allreduce_cast(
 
 @contextmanager
 def _counted(group: Group, nbytes: float, tally: Tally) -> Iterator[Group]:
-    """Give a group that counts the bytes of one operation only, which without a codec sends ``nbytes`` bytes."""
+    """Yield a group that counts the bytes of one operation, which would send ``nbytes`` bytes without a codec."""
     wire = Group(group.transport, group.members, group.choice)
     yield wire
     tally.bytes_before += nbytes

@@ -81,7 +81,7 @@ def exchange_and_reduce(
     tag: int,
     rounds: Rounds = None,
 ) -> Steps[Array]:
-    """Send payload p to rank p; return that of the reduction of all ranks' chunks for this rank, whose own is lost."""
+    """Send payload p to rank p. Return the payload of the reduced chunk of this rank; ``own`` is overwritten."""
     scratch, payloads = room_for_payloads(group, encoded[group.rank])
     yield from alltoall(group, encoded, payloads, tag, rounds)
     result = codec.reduce_encoded(payloads, encoded[group.rank], own, op, scale)

@@ -38,7 +38,7 @@ class Layout:
         return min(len(node) for node in self.nodes)
 
     def draw(self) -> tuple[int, int]:
-        """Return the tickets of one allreduce in this node's areas, drawn when it starts: in the same order on all."""
+        """Return the tickets of one allreduce in this node's areas. Ranks draw in one order, when operations start."""
         if self.staging is None:
             return 0, 0
         first, second = self.staging.queues

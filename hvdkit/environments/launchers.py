@@ -104,7 +104,7 @@ def pmi(environ: Mapping[str, str]) -> World | None:
 
 
 def srun(environ: Mapping[str, str]) -> World | None:
-    """Return the World that Slurm describes, None for no task of a step, as a batch script or a shell by srun."""
+    """Return the World that Slurm describes; None in a batch script, in a shell by srun, or outside of Slurm."""
     if "SLURM_STEP_ID" not in environ or environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
     if integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import psutil
 
@@ -95,9 +95,14 @@ def own_address(towards: str | None = None) -> str:
 
     The address of this host's name comes first, then that on the route to ``towards``, then on the route out of here.
     """
-    for host in (None, towards or _ELSEWHERE, _ELSEWHERE):
+    lookups: list[Callable[[], list[str]]] = [
+        lambda: addresses_of(socket.gethostname()),
+        lambda: [address_towards(towards or _ELSEWHERE)],
+        lambda: [address_towards(_ELSEWHERE)],
+    ]
+    for lookup in lookups:
         with contextlib.suppress(OSError):
-            for address in addresses_of(socket.gethostname()) if host is None else [address_towards(host)]:
+            for address in lookup():
                 if not is_loopback(address) and is_own(address):
                     return address
     return LOOPBACK

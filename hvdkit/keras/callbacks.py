@@ -37,7 +37,8 @@ class BroadcastGlobalVariables(ForModel):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
-        self.root_rank, self.device, self.broadcast_done = root_rank, device, False
+        self.root_rank, self.device = root_rank, device
+        self.broadcast_done = False
         variables = local_variables if isinstance(local_variables, Iterable) else [local_variables]
         self._local = {id(variable): variable for variable in variables if variable is not None}
 
@@ -179,7 +180,8 @@ class LearningRateSchedule(ForModel):
         if initial_lr is None:
             raise ValueError("Parameter `initial_lr` is required")
         self.initial_lr = float(initial_lr)
-        self.start_epoch, self.end_epoch, self.current_epoch = start_epoch, end_epoch, 0
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.current_epoch = 0
         self.staircase, self.steps_per_epoch = staircase, steps_per_epoch
         self.momentum_correction = momentum_correction
         self._multiplier = multiplier

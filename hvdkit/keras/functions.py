@@ -167,11 +167,13 @@ def average_values(values: Sequence[Any], arrays: Sequence[Any], name: str) -> l
     numbers = np.concatenate([np.zeros(0), *(each.astype(np.float64).ravel() for each in arrays if each is not None)])
     if numbers.size:
         runtime.engine().named.allreduce([numbers], ReduceRequest(ReduceOp.AVERAGE), Call(name, wake=False)).wait()
-    averages = list(values)
+    averages, begin = list(values), 0
     for index, array in enumerate(arrays):
-        if array is not None:
-            part, numbers = np.split(numbers, [array.size])
-            average = part.reshape(array.shape).astype(np.float64 if array.dtype.kind in "biu" else array.dtype)
-            to_form = np.asarray if isinstance(values[index], np.ndarray) else keras.ops.convert_to_tensor
-            averages[index] = to_form(average) if array.ndim else float(average)
+        if array is None:
+            continue
+        part = numbers[begin : begin + array.size]
+        begin += array.size
+        average = part.reshape(array.shape).astype(np.float64 if array.dtype.kind in "biu" else array.dtype)
+        to_form = np.asarray if isinstance(values[index], np.ndarray) else keras.ops.convert_to_tensor
+        averages[index] = to_form(average) if array.ndim else float(average)
     return averages

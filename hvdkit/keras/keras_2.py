@@ -24,7 +24,8 @@ def build(optimizer: Any, variables: list[Any]) -> None:
     if make := getattr(optimizer, "_create_all_weights", None):  # before 2.11
         is_built = len(variables_of(optimizer)) > 1  # the first variable is the number of steps
     else:
-        make, is_built = optimizer.build, getattr(optimizer, "built", getattr(optimizer, "_built", False))
+        make = optimizer.build
+        is_built = getattr(optimizer, "built", getattr(optimizer, "_built", False))
     if not is_built:
         make(variables)
 

@@ -151,9 +151,21 @@ def PartialDistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())  # on rank 1: [0.9 0.9]
         [0.95 0.95]
     """
-    arguments = dict(locals())  # before there are other variables
-    del arguments["local_layers"]
-    wrapped: Any = DistributedOptimizer(**arguments)
+    wrapped: Any = DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
     for variable in planning.local_variables(local_layers):
         wrapped.register_local_var(variable)
     return cast("Optimizer", wrapped)

@@ -87,7 +87,8 @@ class DistributedStep:
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is None:
                 continue
-            total, gradient = self._accumulators[id(variable)], keras.ops.convert_to_tensor(gradient, sparse=False)
+            total = self._accumulators[id(variable)]
+            gradient = keras.ops.convert_to_tensor(gradient, sparse=False)
             total.assign(keras.ops.maximum(total, gradient) if is_overwritten(variable) else total + gradient)
             self._touched.add(id(variable))
         passes = self.settings.backward_passes_per_step

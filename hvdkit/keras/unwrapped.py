@@ -28,12 +28,13 @@ def install() -> None:
 
     And on PyTorch, have Keras's own ``train_step`` say when gradients may travel.
     """
-    for kind in keras_2.optimizer_classes():
+    if kinds := keras_2.optimizer_classes():
         from tf_keras.src.mixed_precision import loss_scale_optimizer as of_keras_2
 
-        _replace(kind, "apply_gradients", _warning_of_pairs)
-        _replace(of_keras_2.LossScaleOptimizer, "apply_gradients", reducing_pairs_first)
-        _replace(of_keras_2.LossScaleOptimizerV3, "apply_gradients", reducing_pairs_first)
+        for kind in kinds:
+            _replace(kind, "apply_gradients", _warning_of_pairs)
+        for kind in (of_keras_2.LossScaleOptimizer, of_keras_2.LossScaleOptimizerV3):
+            _replace(kind, "apply_gradients", reducing_pairs_first)
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import trainer
 
@@ -94,6 +95,8 @@ def _without_jit(resolve: Any) -> Any:
 
     def resolve_without_jit(model: Any) -> bool:
         is_ours = distributed_step(getattr(model, "optimizer", None)) is not None
-        return not (is_ours and keras.backend.backend() == "tensorflow") and bool(resolve(model))
+        if is_ours and keras.backend.backend() == "tensorflow":
+            return False
+        return bool(resolve(model))
 
     return resolve_without_jit

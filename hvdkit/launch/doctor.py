@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -19,8 +18,10 @@ import psutil
 
 import hvdkit
 from hvdkit import environments, kernels
+from hvdkit.environments import network
 from hvdkit.errors import EnvironmentConflictError
 from hvdkit.launch.mpi import find_mpirun
+from hvdkit.transports import is_installed
 
 # A framework takes seconds to import, on a slow disk many.
 PROBE_SECONDS = 120
@@ -112,7 +113,7 @@ def probe(programs: Mapping[str, str]) -> dict[str, dict[str, Any] | str]:
 
 
 def _answer(module: str, program: str) -> dict[str, Any] | str:
-    if importlib.util.find_spec(module) is None:
+    if not is_installed(module):
         return NOT_INSTALLED
     command = [sys.executable, "-c", _PROBE + program]
     try:
@@ -192,7 +193,7 @@ def _interfaces() -> Finding:
         for entry in entries
         if name in up and entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
     ]
-    has_network = any(not address.startswith(("127.", "::1")) for _, address in addresses)
+    has_network = any(not network.is_loopback(address) for _, address in addresses)
     text = ", ".join(f"{name} {address}" for name, address in addresses) or "none is up"
     return Finding("interfaces", has_network or None, text, "" if has_network else "only jobs of this machine can run")
 

@@ -126,7 +126,12 @@ def others(records: Mapping[int, Record], shown: Iterable[int]) -> list[str]:
     for rank, record in sorted(records.items()):
         if rank not in shown:
             ranks_of.setdefault("the same" if record.error in errors else shortened(record.error), []).append(rank)
-    return [f"{SAYS}rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {text}" for text, ranks in ranks_of.items()]
+    return [f"{SAYS}{named(ranks)}: {text}" for text, ranks in ranks_of.items()]
+
+
+def named(ranks: list[int]) -> str:
+    """Return sorted ranks as text: "rank 3", "ranks 0, 2-63"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
 
 
 def shortened(error: str) -> str:

@@ -38,13 +38,13 @@ def meeting_point(job: LaunchJob) -> Iterator[MeetingPoint]:
         yield MeetingPoint(first, random.SystemRandom().randint(20000, 32767))
         return
     others = [placement.host for placement in job.placements if placement.host in job.remote]
-    address = own_address(others[0], job.options.interfaces, job.ssh.port or 22) if others else LOOPBACK
+    address = address_seen_by(others[0], job.options.interfaces, job.ssh.port or 22) if others else LOOPBACK
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=len(job.placements)) as listener:
         yield MeetingPoint(address, listener.getsockname()[1], listener)
 
 
-def own_address(other: str, interfaces: list[str], port: int) -> str:
+def address_seen_by(other: str, interfaces: list[str], port: int) -> str:
     """Return this machine's address for another host: that of the first interface, else on the route to the host."""
     try:
         return network.interface_address(interfaces[0]) if interfaces else network.address_towards(other, port)

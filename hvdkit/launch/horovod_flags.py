@@ -1,7 +1,7 @@
 """The flags of ``horovodrun`` that hvdkit has no use for, spelled as in Horovod 0.28.1 (``horovod/runner/launch.py``).
 
-hvdkitrun accepts those that a job can do without, with a note on stderr, so that a command line for horovodrun starts
-the same job. It refuses those that would change which processes run, with a way out.
+hvdkitrun accepts the flags that a job can do without, with a note on stderr, so that a command line for horovodrun
+starts the same job. It refuses the flags that would change which processes run, with a way out.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def parse_hosts(text: str) -> list[Host]:
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
     """Return the hosts of a file with lines ``name slots=N``; ``#`` starts a comment, the default is a single slot."""
-    hosts, hint = [], "write each host on its own line as: host1 slots=2"
+    hosts: list[Host] = []
+    hint = "write each host on its own line as: host1 slots=2"
     for number, line in enumerate(text.splitlines(), start=1):
         if line := line.partition("#")[0].strip():
             hosts.append(_host(_FILE_LINE, line, f"line {number} of the host file {path}: {line!r}\nHINT: {hint}"))
@@ -54,9 +55,10 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 
 
 def _host(pattern: re.Pattern[str], text: str, about: str) -> Host:
-    """Return the host in a text. Raises UsageError, ``about`` the text."""
+    """Return the host that a text names. Raises UsageError with ``about``, which quotes the text and has a hint."""
     match = pattern.fullmatch(text)
-    if match is None or (slots := int(next(filter(None, match.groups()[1:]), 1))) < 1:
+    slots = 0 if match is None else int(next(filter(None, match.groups()[1:]), 1))
+    if match is None or slots < 1:
         raise UsageError(f"cannot read {about}")
     return Host(match["name"].strip("[]"), slots)  # brackets keep the colons of an IPv6 address from the slots
 

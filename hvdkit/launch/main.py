@@ -102,15 +102,16 @@ def check_command(command: list[str], size: int) -> None:
     path = shutil.which(program)
     if path is not None and not lacks_interpreter(path):
         return
-    is_script, line = program.endswith(".py"), shlex.join([path or program, *command[1:]])
+    is_script = program.endswith(".py")
+    line = shlex.join([path or program, *command[1:]])
     runs_as = f"script runs as: hvdkitrun -np {size}"
     if path is None:
-        fact, check = f"cannot find the program {program!r}, or it is not executable", "check its name and PATH; "
-        way = f"a Python {runs_as} python {line if is_script else 'train.py'}"
+        fact = f"cannot find the program {program!r}, or it is not executable"
+        hint = f"check its name and PATH; a Python {runs_as} python {line if is_script else 'train.py'}"
     else:
-        fact, check = f"cannot start {program!r}: it is executable, but does not begin with #! and a program's path", ""
-        way = f"a Python {runs_as} python {line}" if is_script else f"a shell's {runs_as} sh {line}"
-    error = CommandNotFoundError(f"{fact}\nHINT: {check}{way}")
+        fact = f"cannot start {program!r}: it is executable, but does not begin with #! and a program's path"
+        hint = f"a Python {runs_as} python {line}" if is_script else f"a shell's {runs_as} sh {line}"
+    error = CommandNotFoundError(f"{fact}\nHINT: {hint}")
     if path is not None or os.path.exists(program):
         error.status = NOT_EXECUTABLE_STATUS
     raise error
@@ -185,7 +186,8 @@ def run_mpi(job: LaunchJob, mpirun: str) -> int:
 
 def report_mpi(job: LaunchJob, outcome: Outcome, streams: list[MpirunStream]) -> int:
     """Print how the job under mpirun ended. Return the exit status."""
-    chosen, output, was_stopped = job.options, job.output, outcome.signal is not None
+    chosen, output = job.options, job.output
+    was_stopped = outcome.signal is not None
     own_words = b"".join(stream.own_words for stream in streams)
     status = exit_status(outcome.code)
     crashed = not was_stopped and -outcome.code in CRASHES
@@ -220,7 +222,7 @@ def tell_of_init(job: LaunchJob, outcome: Outcome) -> None:
         return
     if len(absent) < size:
         if outcome.failed is not None:
-            say(f"rank{'s' if len(absent) > 1 else ''} {failures.spans(absent)} had not called hvd.init()")
+            say(f"{failures.named(absent)} had not called hvd.init()")
     elif is_python(job.options.command[0]):
         say("no process called hvd.init(): each trained alone")
 
@@ -243,7 +245,8 @@ def failed(job: LaunchJob, failure: RankFailure, at: float) -> int:
         how = f"was killed by signal {signal_name(-code)} ({-code}), which ended the job"
     else:
         ways = {"exited": f"exited with code {code}", "aborted": f"failed with code {code}"}
-        how = f"{ways.get(failure.how, f'ended without MPI_Finalize (code {code})')}, which ended the job"
+        way = ways.get(failure.how, f"ended without MPI_Finalize (code {code})")
+        how = f"{way}, which ended the job"
     say(f"rank {first} on {as_ranks_say(host)} {how}")
     return exit_status(code)
 

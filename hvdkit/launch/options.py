@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 def _at_least(
     lowest: float, kind: Callable[[str], float], factor: int = 1, or_more: bool = True
 ) -> Callable[[str], float]:
-    """Return the parser of a number that is ``lowest`` or more, or that must be more, times ``factor``."""
+    """Return a parser of numbers from ``lowest`` on (above it, if not ``or_more``), which multiplies by ``factor``."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -81,8 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
     about = "begin each line of output with the time"
     add("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", dest="timestamps", help=about)
-    names, networks_help = ("--network-interfaces", "--network-interface"), "the networks that the job uses, as eth1"
-    add(*names, action="append", dest="interfaces", metavar="I1,I2", default=[], help=networks_help)
+    networks_help = "the networks that the job uses, as eth1"
+    flags = "--network-interfaces", "--network-interface"
+    add(*flags, action="append", dest="interfaces", metavar="I1,I2", default=[], help=networks_help)
     add("--as-horovod", action="store_true", help="scripts that import horovod get hvdkit, as they are")
     add("command", nargs=argparse.REMAINDER, help="what every process runs")
 
@@ -124,7 +125,8 @@ def _add_setting(group: argparse._ArgumentGroup, flag: str, name: str, unit: str
 
 def _add_switch(group: argparse._ArgumentGroup, flags: tuple[str, str], name: str, values: tuple[str, str]) -> None:
     """Add two flags of which at most one may be given. Without either, the caller's environment stays as it is."""
-    which, variable = group.add_mutually_exclusive_group(), f"HOROVOD_{name}"
+    which = group.add_mutually_exclusive_group()
+    variable = f"HOROVOD_{name}"
     for flag, value in zip(flags, values, strict=True):
         which.add_argument(flag, action="store_const", const=value, dest=variable, help=f"{variable}={value}")
 
@@ -141,17 +143,28 @@ def parse(argv: Sequence[str]) -> Options | None:
     if not command:
         raise UsageError("what shall the processes run? The command is missing\nHINT: hvdkitrun -np 4 python train.py")
     given = {name: value for name, value in vars(arguments).items() if name.startswith("HOROVOD_")}
-    given["HOROVOD_START_TIMEOUT"] = arguments.start_timeout and f"{arguments.start_timeout:g}"
-    arguments.settings = {name: str(value) for name, value in given.items() if value is not None}
-    arguments.command, arguments.hosts = command, _hosts(arguments)
-    arguments.transport = _from_environment("transport")
-    arguments.interfaces = [name for names in arguments.interfaces for name in names.split(",") if name]
-    arguments.output_folder = None if arguments.output_filename is None else Path(arguments.output_filename)
-    arguments.start_timeout = arguments.start_timeout or _from_environment("start_timeout_seconds")
-    if arguments.stop_grace is None:
-        arguments.stop_grace = _from_environment("stop_grace_seconds")
-    arguments.notes = horovod_flags.notes(arguments.without_effect)
-    return Options(**{entry.name: getattr(arguments, entry.name) for entry in fields(Options)})
+    settings = {name: str(value) for name, value in given.items() if value is not None}
+    if arguments.start_timeout is not None:
+        settings["HOROVOD_START_TIMEOUT"] = f"{arguments.start_timeout:g}"
+    return Options(
+        command=command,
+        size=arguments.size,
+        hosts=_hosts(arguments),
+        controller=arguments.controller,
+        transport=_from_environment("transport"),
+        ssh_port=arguments.ssh_port,
+        ssh_identity_file=arguments.ssh_identity_file,
+        interfaces=[name for names in arguments.interfaces for name in names.split(",") if name],
+        mpi_args=arguments.mpi_args,
+        settings=settings,
+        output_folder=None if arguments.output_filename is None else Path(arguments.output_filename),
+        timestamps=arguments.timestamps,
+        start_timeout=arguments.start_timeout or _from_environment("start_timeout_seconds"),
+        stop_grace=_from_environment("stop_grace_seconds") if arguments.stop_grace is None else arguments.stop_grace,
+        verbose=arguments.verbose,
+        as_horovod=arguments.as_horovod,
+        notes=horovod_flags.notes(arguments.without_effect),
+    )
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:

@@ -56,9 +56,17 @@ class Child:
 
     def header(self, stop_grace: float) -> bytes:
         """Return the first line of the worker's input."""
-        header = {name: getattr(self, name) for name in ("command", "environment", "pass_fds", "secret", "scratch")}
-        header |= {"folder": os.getcwd(), "graces": (GRACE_SECONDS, stop_grace)}
-        header |= {"relays": self.has_ended is not None, "is_remote": bool(self.remote)}
+        header = {
+            "command": self.command,
+            "environment": self.environment,
+            "pass_fds": self.pass_fds,
+            "secret": self.secret,
+            "scratch": self.scratch,
+            "folder": os.getcwd(),
+            "graces": (GRACE_SECONDS, stop_grace),
+            "relays": self.has_ended is not None,
+            "is_remote": bool(self.remote),
+        }
         return json.dumps(header).encode() + b"\n"
 
 

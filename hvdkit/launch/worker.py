@@ -101,7 +101,7 @@ def bury_orphans(child: subprocess.Popen[bytes]) -> None:
 
 
 def send(pid: int, number: int, to_group: bool = False) -> None:
-    """Signal a process, or the process group that it leads, which may have ended just now."""
+    """Send a signal to a process, or to the group that it leads. Does nothing if it has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
         (os.killpg if to_group else os.kill)(pid, number)
 

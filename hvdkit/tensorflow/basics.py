@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import as_written, ordered_node, scalar
 from hvdkit.tensorflow.ops.exceptions import raised_as_tensorflows
+from hvdkit.transports import is_installed
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -30,7 +30,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def gloo_built() -> bool:
     """Return whether PyTorch, whose Gloo carries jobs without MPI, is installed."""
-    return importlib.util.find_spec("torch") is not None
+    return is_installed("torch")
 
 
 def nccl_built() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -68,8 +68,21 @@ def DistributedOptimizer(
         >>> print(model.get_weights()[0].round(2).ravel())
         [0.85 0.85]
     """
-    arguments = dict(locals())  # before there are other variables
-    del arguments["use_locking"]
     from hvdkit.tensorflow import keras as hvd_keras
 
-    return cast("Optimizer", hvd_keras.DistributedOptimizer(**arguments))
+    return hvd_keras.DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )

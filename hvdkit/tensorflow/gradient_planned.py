@@ -69,7 +69,8 @@ def reduce_planned(
 
     def reduce(inputs: Sequence[Any]) -> list[Any]:
         parts = [tf.bitcast(each, each.dtype.real_dtype) if each.dtype.is_complex else each for each in inputs]
-        results = (_reduce_now if tf.executing_eagerly() else _reduce_in_graph)(plan, parts, verified)
+        reduce_parts = _reduce_now if tf.executing_eagerly() else _reduce_in_graph
+        results = reduce_parts(plan, parts, verified)
         return [
             tf.bitcast(result, tensor.dtype) if tensor.dtype.is_complex else result
             for result, tensor in zip(results, inputs, strict=True)
@@ -244,9 +245,11 @@ def _plan_of(
     codecs, codec_of = settings.policy.choose(list(zip(names, sources, strict=True)))
     slots = []
     for name, gradient, codec in zip(names, gradients, codec_of, strict=True):
-        kind, pair = (" (complex)", [2]) if gradient.dtype.is_complex else ("", [])
+        shape, suffix = tuple(gradient.shape), ""
+        if gradient.dtype.is_complex:
+            shape, suffix = (*shape, 2), " (complex)"
         dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
-        slots.append(Slot(f"{name}{kind}", (*gradient.shape, *pair), dtype, codec))
+        slots.append(Slot(f"{name}{suffix}", shape, dtype, codec))
     index_of = {id(source): index for index, source in enumerate(sources)}
     groups = tuple(tuple(index_of[id(member)] for member in group) for group in form_groups(sources, settings.groups))
     process_set_id = checks.check_process_set(settings.title, settings.process_set)

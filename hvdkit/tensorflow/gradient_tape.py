@@ -62,18 +62,31 @@ def DistributedGradientTape(
         [[1.5], [1.5]]
         >>> optimizer.apply([weight, bias], model.trainable_variables)
     """
-    arguments = dict(locals())  # before there are other variables
-    del arguments["gradtape"], arguments["name"]
     if not isinstance(gradtape, tf.GradientTape):
         raise TypeError(f"{_FUNCTION}: gradtape must be a tf.GradientTape, got {type(gradtape).__name__}")
     if hasattr(type(gradtape), "register_local_source"):
         raise ValueError(f"{_FUNCTION}: gradtape is a DistributedGradientTape already\nHINT: wrap it once.")
     check_name(_FUNCTION, name)
-    settings = check_settings(_FUNCTION, title=name, is_kept=False, **arguments)
+    settings = check_settings(
+        _FUNCTION,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        title=name,
+        is_kept=False,
+    )
     base: Any = type(gradtape)
     distributed = object.__new__(_tape_class(base))
     distributed.__dict__ = gradtape.__dict__  # both record as one tape
-    distributed._hvdkit_settings, distributed._hvdkit_local = settings, {}
+    distributed._hvdkit_settings = settings
+    distributed._hvdkit_local = {}
     return distributed
 
 
@@ -106,9 +119,19 @@ def PartialDistributedGradientTape(
         >>> tape.gradient(loss, model.trainable_variables)[0].numpy().tolist()  # on rank 1: [[2.0], [2.0]]
         [[1.0], [1.0]]
     """
-    arguments = dict(locals())  # before there are other variables
-    del arguments["local_layers"]
-    tape = DistributedGradientTape(**arguments)
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
     for variable in planning.local_variables(local_layers):
         tape.register_local_source(variable)
     return tape

@@ -67,7 +67,10 @@ def reduce_gradients(
             sparse.append(index)
         else:
             results[index] = _of_known_shape(tf.convert_to_tensor(gradient), source)
-            (planned if can_be_planned(settings, results[index], source) else named).append(index)
+            if can_be_planned(settings, results[index], source):
+                planned.append(index)
+            else:
+                named.append(index)
 
     def items(indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
         return [values[index] for index in indices]
@@ -130,7 +133,7 @@ _PAIRINGS: dict[Any, Pairing] = {}  # of this process, by the variables that tap
 
 
 def _pairing_of(settings: GradientSettings, sources: Sequence[Any]) -> Pairing | None:
-    """Return the pairing of all tapes of these variables, or None without variables. It goes when one of them does."""
+    """Return the pairing of all tapes of these variables, or None without variables. It goes when a variable does."""
     variables = [source for source in sources if is_variable(source)]
     key = settings.title, settings.process_set.process_set_id, tuple(map(id, variables))
     if variables and key not in _PAIRINGS:

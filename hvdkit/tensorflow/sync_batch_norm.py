@@ -76,13 +76,20 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         axes = [self.axis] if isinstance(self.axis, int) else self.axis
         channels = {axis % inputs.shape.rank for axis in axes}
         over = [dimension for dimension in range(inputs.shape.rank) if dimension not in channels]
-        own, name = _local_sums(inputs, over, mask), f"{self.name}.statistics"
-        sums = allreduce(own, op=Sum, name=name, process_set=self.process_set, ignore_name_scope=True)
+        sums = allreduce(
+            _local_sums(inputs, over, mask),
+            op=Sum,
+            name=f"{self.name}.statistics",
+            process_set=self.process_set,
+            ignore_name_scope=True,
+        )
         count, total, squares = tf.unstack(sums)
         mean = tf.math.divide_no_nan(total, count)
         variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-        moments = tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
-        return (tf.squeeze(moments[0], over), tf.squeeze(moments[1], over)) if len(channels) == 1 else moments
+        mean, variance = tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+        if len(channels) == 1:
+            return tf.squeeze(mean, over), tf.squeeze(variance, over)
+        return mean, variance
 
 
 def _local_sums(inputs: Any, over: list[int], mask: Any) -> Any:

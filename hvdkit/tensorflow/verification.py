@@ -62,7 +62,9 @@ class VariableVerification(Verification):
     def begin(self) -> int:
         """Begin a step. Returns the level of the variables that are to be hashed in it."""
         self._hashed.clear()
-        return NOTHING if not self.wants(self.step) else ALL if self.wants(self.step, sparse=True) else DENSE
+        if not self.wants(self.step):
+            return NOTHING
+        return ALL if self.wants(self.step, sparse=True) else DENSE
 
     def hash(self, variable: Verified, value: Any) -> None:
         """Hash the value of a variable, an array or an eager tensor. The host has a copy of a single variable."""

@@ -206,5 +206,9 @@ def _broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
 
 # PyTorch does not translate functions, and runs operations in the order in which they are written.
 BACKEND = backends.Backend(
-    torch.as_tensor, TorchGradients, _broadcast_variables, lambda function: function, lambda tensors: nullcontext()
+    tensor=torch.as_tensor,
+    gradients=TorchGradients,
+    broadcast_variables=_broadcast_variables,
+    as_written=lambda function: function,
+    after=lambda tensors: nullcontext(),
 )

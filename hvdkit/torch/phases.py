@@ -35,7 +35,7 @@ class Phases:
         self._handles.append(register_module_forward_hook(self._after_forward, always_call=True))
 
     def step(self) -> None:
-        """This thread steps: it is in no forward pass, whatever ended the last one."""
+        """Note that this thread steps, and so is in no forward pass, whatever ended the last one."""
         self._thread, self._depth = threading.get_ident(), 0
 
     def end(self) -> None:

@@ -79,7 +79,7 @@ class Candidate(ABC):
 
 
 class Solo(Candidate):
-    """No transport, for one rank."""
+    """The candidate for a rank alone, which needs no transport."""
 
     name = "solo"
     most_ranks = 1
@@ -170,8 +170,9 @@ def register(new: Candidate) -> None:
 
 def candidate(name: str) -> Candidate:
     """Return the candidate of that name. Raises TransportUnavailableError if none is registered."""
-    if named := [registered for registered in _candidates if registered.name == name]:
-        return named[0]
+    for registered in _candidates:
+        if registered.name == name:
+            return registered
     raise TransportUnavailableError(
         f"there is no transport {name!r}.\nHINT: import what registers it before hvd.init()."
     )
@@ -191,15 +192,18 @@ def choose(job: Job) -> tuple[Candidate, str]:
     for other, reason in suited:
         if other.unavailable(job) is None:
             return other, reason
+    fact = f"no transport for {world.size} ranks started by {world.launcher}"
+    if suited:
+        first, _ = suited[0]
+        raise TransportUnavailableError(f"{fact}: {first.name} {first.unavailable(job)}")
     hint = "start the job with hvdkitrun, torchrun or mpirun."
     if not job.installed("torch"):
         hint = "pip install 'hvdkit[torch]' or start the job with mpirun and hvdkit[mpi]."
-    problem = "".join(f": {other.name} {other.unavailable(job)}" for other, _ in suited[:1]) or f".\nHINT: {hint}"
-    raise TransportUnavailableError(f"no transport for {world.size} ranks started by {world.launcher}{problem}")
+    raise TransportUnavailableError(f"{fact}.\nHINT: {hint}")
 
 
 def open_transport(job: Job, members: Sequence[int] | None = None) -> Transport:
-    """Choose and open the transport over ``members`` (all ranks, if None), whose indices are its ranks. Collective."""
+    """Choose and open the transport of the ranks ``members`` (all, if None), numbered in that order. Collective."""
     chosen, _ = choose(job)
     if members is not None:
         job = replace(job, world=job.world.part(members))

@@ -27,10 +27,12 @@ logger = logging.getLogger("hvdkit")
 GREETING_SECONDS = 10.0  # a process that has connected must prove within this time that it is a rank
 # The most connections without a proof, if that is more than two a rank; the oldest is ended. A rank connects again.
 MOST_STRANGERS = 256
-AGAIN_SECONDS, ACCEPTING_PAUSE = 0.1, 0.01
+AGAIN_SECONDS = 0.1  # before a connection is tried once more
+ACCEPTING_PAUSE = 0.01  # seconds, after accept() failed
 # Errors of this process or its host, not of the peer.
 OUR_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
-LOOK_SECONDS, CLOSING_SECONDS = 1.0, 1.0
+LOOK_SECONDS = 1.0  # between two looks at deadlines
+CLOSING_SECONDS = 1.0  # for messages that are left when connections close
 
 
 class ControlConnections:
@@ -53,7 +55,7 @@ class ControlConnections:
         self._receive, self._lose = receive, lose
         self._links: dict[int, Link] = {}  # over which this rank sends
         self._open: set[Link] = set()
-        self._again: list[Link] = []  # those to connect once more
+        self._again: list[Link] = []  # links to connect once more, after AGAIN_SECONDS
         self._todo: deque[Callable[[], None]] = deque()
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -90,7 +92,7 @@ class ControlConnections:
         self._do_later(partial(self._watch, link))
 
     def let_go(self, peers: Collection[int]) -> None:
-        """Take the end of the present connections to ``peers`` for no loss; later messages make new ones."""
+        """Treat the end of the present connections to ``peers`` as no loss; later messages open new connections."""
         for link in list(self._open):
             link.is_needless |= link.peer in peers
 
@@ -254,8 +256,8 @@ class ControlConnections:
 
     def _read_accepted(self, link: Link) -> Reader:
         """Answer a process that has connected, and admit it if it proves to be a rank."""
-        hello, send = (yield HELLO_BYTES), partial(self._greet, link)
-        link.peer = yield from respond(self._session, self._rank, len(self._places), hello, send)
+        hello = yield HELLO_BYTES
+        link.peer = yield from respond(self._session, self._rank, len(self._places), hello, partial(self._greet, link))
         self._links.setdefault(link.peer, link)
         with link.lock:
             link.greeting += ADMITTED
@@ -266,7 +268,7 @@ class ControlConnections:
         yield from initiate(self._session, self._rank, link.peer, partial(self._greet, link))
         # Frames follow only when the peer has admitted this rank; until then it may close, and this rank comes again.
         if (yield FRAME.size) != ADMITTED:
-            raise NotAuthenticError("it began with what no rank says")
+            raise NotAuthenticError("its first bytes are not those of a rank")
         yield from self._read_frames(link)
 
     def _greet(self, link: Link, greeting: bytes) -> None:

@@ -128,7 +128,8 @@ class GlooTransport(Transport):
         return self._post("recv", buffer, peer, tag)
 
     def _post(self, call: str, buffer: Bytes, peer: int, tag: int) -> GlooTransfer:
-        transfer, pair = GlooTransfer(buffer, peer), self._pairs[peer]
+        transfer = GlooTransfer(buffer, peer)
+        pair = self._pairs[peer]
         if not pair.is_open:
             with self._pairs_lock:
                 if pair.error is not None:
@@ -205,8 +206,9 @@ class GlooTransport(Transport):
         if kind == PAIR:
             pair = self._pairs[peer]
             with self._pairs_lock:
-                connects, pair.peer_wants = pair.is_wanted and not pair.peer_wants, True
-                if connects and pair.error is None:
+                is_news = not pair.peer_wants
+                pair.peer_wants = True
+                if is_news and pair.is_wanted and pair.error is None:
                     self._waiters.run(partial(self._connect, peer))
         elif payload:
             self._inbox.append((peer, payload))

@@ -1,4 +1,4 @@
-"""On which jobs cases run, and how models are compared, in Keras 3 and in Keras 2."""
+"""Conditions for cases, and comparisons of models, in Keras 3 and in Keras 2."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def only_with_others(hvd: Any) -> None:
 
 
 def numbers(variables: Sequence[Any]) -> list[Any]:
-    """The values of variables."""
+    """Return the values of variables, as arrays."""
     return [np.array(variable.numpy()) for variable in variables]
 
 
 def check_equal(values: Sequence[Any], others: Sequence[Any]) -> None:
-    """All arrays are the same."""
+    """Assert that arrays are equal to others, element by element."""
     for value, other in zip(values, others, strict=True):
         np.testing.assert_array_equal(value, other)
 
 
 def check_close(made: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-7) -> None:
-    """Two models or layers have the same weights but for rounding."""
+    """Assert that two models or layers have the same weights but for rounding."""
     for value, expected in zip(numbers(made.variables), numbers(other.variables), strict=True):
         np.testing.assert_allclose(value, expected, rtol, atol)
 
 
 def check_same_bits(hvd: Any, made: Any) -> None:
-    """All ranks have the same model, and in Keras 3 the same state of its optimizer."""
+    """Assert that all ranks have the same model, and in Keras 3 the same state of its optimizer."""
     values = numbers([*made.variables, *(() if IS_KERAS_2 else made.optimizer.variables)])
     assert len(set(hvd.allgather_object(b"".join(value.tobytes() for value in values)))) == 1

@@ -25,7 +25,7 @@ DYING_SECONDS = 2
 
 @dataclass
 class Result:
-    """How a call of hvdkitrun ended."""
+    """The exit status and the output of a call of hvdkitrun."""
 
     status: int
     stdout: str
@@ -37,7 +37,7 @@ class Result:
 
 
 def argv(flags: list[str], code: str, *arguments: str) -> list[str]:
-    """hvdkitrun with flags, running a piece of Python."""
+    """Return the command that runs hvdkitrun with flags and a piece of Python."""
     return [sys.executable, "-m", "hvdkit.launch", *flags, sys.executable, "-c", code, *arguments]
 
 
@@ -60,7 +60,7 @@ def run_to_end(command: list[str], seconds: float = PATIENCE_SECONDS, cwd: Path 
 
 
 def outputs_of(processes: list[subprocess.Popen[str]], seconds: float = PATIENCE_SECONDS) -> list[tuple[str, str]]:
-    """What processes print until they end; those that do not end in time are killed."""
+    """Return the output of processes until they end. Processes that do not end in time are killed."""
     try:
         return [process.communicate(timeout=seconds) for process in processes]
     finally:
@@ -71,12 +71,12 @@ def outputs_of(processes: list[subprocess.Popen[str]], seconds: float = PATIENCE
 
 
 def marker() -> str:
-    """An argument that no other process has."""
+    """Return an argument that no other process has."""
     return f"marker-{secrets.token_hex(8)}"
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """All living processes with this argument, but not launchers and workers, whose argument it also is."""
+    """Return all living processes with this argument but launchers and workers, which have it too."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
@@ -89,7 +89,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def check_gone(mark: str) -> None:
-    """No process with this argument is left. One that was killed a moment ago may take that long to die."""
+    """Assert that no process with this argument is left, after at most DYING_SECONDS."""
     deadline = time.monotonic() + DYING_SECONDS
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -97,7 +97,7 @@ def check_gone(mark: str) -> None:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something that must happen soon."""
+    """Wait for a condition that must hold soon; ``what`` describes it."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
@@ -113,7 +113,7 @@ def write_program(path: Path, text: str) -> Path:
 
 @contextmanager
 def running(flags: list[str], code: str, *arguments: str, **extra: str):
-    """A launcher that is at work; killed at the end if it still is."""
+    """Start a launcher and yield its process, which is killed at the end if it still runs."""
     process = subprocess.Popen(
         argv(flags, code, *arguments),
         env=rank_environment(**extra),

@@ -176,7 +176,7 @@ def test_ranks_meet_where_rank_0_runs():
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match="no-such"):
-        gloo.own_address("other", ["no-such"], 22)
+        gloo.address_seen_by("other", ["no-such"], 22)
 
 
 def test_the_worker_needs_nothing_but_the_standard_library():

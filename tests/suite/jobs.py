@@ -1,4 +1,4 @@
-"""What runs together: the tests that one job of ranks serves, and files of tests that take no time.
+"""Which tests run together: those that one job of ranks serves, and the short tests of a file.
 
 Pure functions of node ids and the seconds that jobs took when all tests were run last.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 DURATIONS = Path(__file__).with_name("durations.json")
 SECONDS_OF_THE_UNKNOWN = 1.0
 ALONE_FROM_SECONDS = 1.0
-# What shares a fixture that takes long.
+# Tests that share a fixture that takes long.
 TOGETHER = (
     r"tests/examples/test_examples\.py::(test_digits)_(?!.*alone|without)",
     r"tests/kernels/test_sanitizers\.py::.*\[(addresses|threads)",
@@ -25,7 +25,7 @@ START_SECONDS = 6.0  # until workers have collected the tests
 
 
 def job_of(nodeid: str, seconds: Mapping[str, float]) -> str:
-    """The name of what a test runs together with: its job of ranks, itself if it takes long, else its file."""
+    """Return the name of the group that a test runs in: its job of ranks, itself if it takes long, else its file."""
     file, _, function = nodeid.partition("::")
     for pattern in TOGETHER:
         if found := re.match(pattern, nodeid):
@@ -41,7 +41,7 @@ def job_of(nodeid: str, seconds: Mapping[str, float]) -> str:
 
 
 def told_of(nodeids: Mapping[str, str], seconds: Mapping[str, float]) -> dict[str, float]:
-    """By job, the seconds of its tests: ``nodeids`` by job's name of each test, ``seconds`` by test."""
+    """Return the seconds of each job. ``nodeids``: the job of each test; ``seconds``: of each test."""
     told: dict[str, float] = {}
     for nodeid, job in nodeids.items():
         own = seconds.get(nodeid, 0.0)
@@ -51,12 +51,12 @@ def told_of(nodeids: Mapping[str, str], seconds: Mapping[str, float]) -> dict[st
 
 
 def longest_first(jobs: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
-    """Jobs in the order in which they start, so that no long one is left when all others are done."""
+    """Return jobs in the order in which they start: the longest first, so that none is left alone at the end."""
     return sorted(jobs, key=lambda job: (-seconds.get(job, SECONDS_OF_THE_UNKNOWN), job))
 
 
 def expected_seconds(jobs: Iterable[str], seconds: Mapping[str, float], workers: int) -> float:
-    """How long jobs take side by side: who is free takes the longest that is left."""
+    """Return the seconds that jobs take side by side, if each free worker takes the longest job that is left."""
     ends = [0.0] * max(1, workers)
     for job in longest_first(jobs, seconds):
         heapq.heapreplace(ends, ends[0] + seconds.get(job, SECONDS_OF_THE_UNKNOWN))
@@ -65,10 +65,10 @@ def expected_seconds(jobs: Iterable[str], seconds: Mapping[str, float], workers:
 
 @functools.cache
 def read_durations() -> dict[str, float]:
-    """By job, the seconds that it took when they were written."""
+    """Return the seconds that each job took when the durations were last written."""
     return dict(json.loads(DURATIONS.read_text())) if DURATIONS.exists() else {}
 
 
 def write_durations(seconds: Mapping[str, float]) -> None:
-    """Keep what jobs took, for the next runs."""
+    """Write the seconds that jobs took, for the next runs."""
     DURATIONS.write_text(json.dumps({job: round(seconds[job], 1) for job in sorted(seconds)}, indent=0) + "\n")

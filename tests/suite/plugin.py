@@ -58,7 +58,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is thorough, name what runs together, and put what takes longest first."""
+    """Leave out thorough tests and put the tests of the longest jobs first."""
     never = [item for item in items if not sizes.is_ever_run(item.path.parts, *_place(item))]
     named = any("::" in argument for argument in config.args)
     left_out = never if named or config.getoption("--all") else [*never, *filter(_is_thorough, items)]
@@ -85,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def _place(item: pytest.Item) -> tuple[int | None, str | None]:
-    """How many ranks the job of a test's case has, and what carries their bytes; None where the test does not say."""
+    """Return the number of ranks and the transport that a case runs on, None where the test does not say."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     ranks = parameters.get("ranks")
     return ranks if isinstance(ranks, int) else None, parameters.get("transport", parameters.get("connected"))
@@ -101,7 +101,7 @@ def _is_thorough(item: pytest.Item) -> bool:
 
 
 class Shown:
-    """What the process that was started shows of its run, or of its workers', and tells at the end."""
+    """The progress bar and the report of a run, of this process or of its workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -111,14 +111,14 @@ class Shown:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """The workers have collected the tests: say how long they will take."""
+        """Start the progress bar, now that the workers have collected the tests."""
         if self._progress is not None:
             return
         self._progress = Progress(ids, int(self._config.getoption("numprocesses")))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """No letter for what is as it should be where progress is shown by time."""
+        """Print no letter for tests that pass or are skipped while there is a progress bar."""
         if self._progress is None or report.failed:
             return None
         if report.skipped:
@@ -139,7 +139,7 @@ class Shown:
 
 
 class _Result(report.Result):
-    """How a test ended, from the reports of its phases."""
+    """The end of a test, made of the reports of its phases."""
 
     def add(self, phase: pytest.TestReport) -> None:
         self.seconds += phase.duration

@@ -77,7 +77,7 @@ def wrapped_net(hvd: Any, seed: int = 1, **options: Any) -> tuple[Net, Any]:
 
 
 def train_step(optimizer: Any, net: nn.Module, data: Data, **options: Any) -> None:
-    """Make the usual three calls."""
+    """Train on one batch: zero_grad(), backward(), step()."""
     optimizer.zero_grad()
     loss_of(net, data, **options).backward()
     optimizer.step()
@@ -90,7 +90,7 @@ def update(optimizer: Any) -> None:
 
 
 def gradients(net: nn.Module) -> list[torch.Tensor]:
-    """Return the very tensors, of which none is missing."""
+    """Return the gradients of all parameters, the tensors themselves. Each parameter must have one."""
     tensors = [parameter.grad for parameter in net.parameters()]
     assert all(gradient is not None for gradient in tensors)
     return tensors  # type: ignore[return-value]

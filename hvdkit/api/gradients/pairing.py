@@ -96,7 +96,9 @@ class Pairing:
         self._take_number(engine, process_set_id, job)
 
     def _take_number(self, engine: Any, process_set_id: int, job: _Job) -> None:
-        self._engine, self._process_set_id, self._error = weakref.ref(engine), process_set_id, None
+        self._engine = weakref.ref(engine)
+        self._process_set_id = process_set_id
+        self._error = None
         alive = job.alive[process_set_id, self.title]
         for other in alive:
             if other._thread is not self._thread:

@@ -43,7 +43,7 @@ BEYOND_ROUNDING = (
 def compare(
     title: str, step: int, statement: Statement, comparison: Comparison, broadcast: str
 ) -> tuple[str | None, bool]:
-    """Return a message about the parameters after a step, None if they are the same, and whether it is an error.
+    """Return a message about the parameters after a step, None if they are the same, and True if it is an error.
 
     Ranks on machines that round alike must hold the same. Other ranks may differ by rounding, relative to each
     parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.
@@ -118,7 +118,7 @@ class Verification:
     """
 
     def __init__(self, broadcast: str) -> None:
-        self.updates = False  # whether the update follows the step that ends now, with no user code in between
+        self.updates = False  # True if the update follows the step that ends now, with no user code in between
         self.wants_sketches = False  # since hashes or machines differed
         self._broadcast = broadcast
         self._lane: Any = None
@@ -126,8 +126,8 @@ class Verification:
         self._every = 0
         self._steps_before = 0  # on earlier lanes
         self._warned = self._has_compared = False
-        self._statement: Statement | None = None  # the newest, about the parameters after this step of the lane:
-        self._stated_after = 0
+        self._statement: Statement | None = None  # the newest
+        self._stated_after = 0  # the lane's step after which the newest statement was made
         self._at_once = False  # all ranks compare after the update that follows
 
     def attach(self, lane: Any, engine: Any) -> None:
@@ -162,7 +162,7 @@ class Verification:
             self._compare(self._lane.name, self._lane.plan.process_set_id, self._steps_before + self._lane.steps)
 
     def finished(self) -> None:
-        """A step of the lane is over. Raises ParametersDifferError, on all ranks, if they differed after the last."""
+        """Act on the end of a lane's step. Raises ParametersDifferError on all ranks if parameters differed."""
         self._at_once = False
         if self._lane is None or not self._lane.verification.words:
             return

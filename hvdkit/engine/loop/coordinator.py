@@ -36,7 +36,7 @@ class Coordinator:
         self.outgoing: list[tuple[Sequence[int], messages.Message]] = []
         self._signatures: dict[tuple[int, int], Signature] = {}
         self._departed: dict[int, str] = {}
-        self._dead_locks = DeadLocks(lambda key: self._missing(key, entry) if (entry := self._pending.get(key)) else [])
+        self._dead_locks = DeadLocks(self._missing_for)
         self._sequence = 0
 
     def receive(self, rank: int, message: messages.Message, now: float) -> None:
@@ -140,6 +140,11 @@ class Coordinator:
         members, joined = self.members.get(key.process_set, []), self._joined if key.process_set == 0 else ()
         return [rank for rank in members if rank not in entry.requests and rank not in joined]
 
+    def _missing_for(self, key: Key) -> list[int]:
+        """Return the ranks that a pending operation waits for; none if it is not pending."""
+        entry = self._pending.get(key)
+        return [] if entry is None else self._missing(key, entry)
+
     def _break_dead_lock(self, rank: int, message: messages.Waits) -> None:
         dead_lock = self._dead_locks.report(rank, message)
         if dead_lock is not None:
@@ -165,7 +170,7 @@ class Coordinator:
         self.ready.append((key, entry))
 
     def _fail(self, keys: list[Key], text: str, cause: str = messages.MISMATCH, left: int | None = None) -> None:
-        """Send the error to each rank that asked for one of these, and once to each member that still asks."""
+        """Send the error to each rank that asked for one of the operations; to other members once, when they ask."""
         self._assignments.forget_recurring()  # as ranks do that get the error
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
         requesters = {rank for key in keys for rank in self._pending[key].requests}

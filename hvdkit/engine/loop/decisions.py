@@ -91,12 +91,12 @@ class DeadLock(NamedTuple):
 
 
 class DeadLocks:
-    """Finds ranks that wait in different operations; ``missing`` returns those that a named operation waits for."""
+    """Finds ranks that wait in different operations; ``missing`` returns the ranks that a named operation awaits."""
 
     def __init__(self, missing: Callable[[Key], list[int]]) -> None:
         self._missing = missing
-        self._blocked: dict[int, Waits] = {}  # what ranks said whose only thread waits
-        self._repeats: dict[int, int] = {}  # how often, since another rank began to wait
+        self._blocked: dict[int, Waits] = {}  # by rank: the last report that its only thread waits
+        self._repeats: dict[int, int] = {}  # by rank: equal reports since another rank began to wait
 
     def report(self, rank: int, message: Waits) -> DeadLock | None:
         """Note that a rank's only thread waits, or goes on. Return the dead-lock that this shows, if any."""

@@ -17,9 +17,10 @@ from hvdkit.engine.telemetry.liveness import Liveness
 from hvdkit.errors import HorovodInternalError
 from hvdkit.transports.base import Transport
 
-# A rank that has said goodbye waits longer than this for the others' goodbyes, and passes messages on meanwhile.
-PASSING_ON_SECONDS, SETTLING_SECONDS = 1.0, 0.5
-FAILED_SETTLING_SECONDS = 0.05
+# A rank that has said goodbye passes messages on for this time, and waits longer for the others' goodbyes.
+PASSING_ON_SECONDS = 1.0
+# After a change of routes, messages wait this long for earlier messages on the old route; less after a failure.
+SETTLING_SECONDS, FAILED_SETTLING_SECONDS = 0.5, 0.05
 
 
 class Mailbox:
@@ -43,7 +44,7 @@ class Mailbox:
         self._rank = topology.rank
 
     def tell(self, ranks: Iterable[int], message: Message) -> None:
-        """Send to those of ``ranks`` that are others, and have not left unless it is a goodbye or an answer."""
+        """Send a message to the other ranks among ``ranks``; to ranks that have left, only goodbyes and answers."""
         departed = () if isinstance(message, (Bye, Pong)) else self.departed
         receivers = []
         for rank in ranks:  # a loop, since each small operation passes here
@@ -85,7 +86,10 @@ class Mailbox:
 
 
 class Negotiation:
-    """The way to ``coordinator``, None but on rank 0; it remembers ``cache_capacity`` signatures of a rank."""
+    """The path of requests to the coordinator. ``coordinator`` is None on all ranks but rank 0.
+
+    ``cache_capacity``: how many signatures this rank sends once and then refers to by number.
+    """
 
     def __init__(self, driver: Driver, mailbox: Mailbox, cache_capacity: int, coordinator: Coordinator | None) -> None:
         self._driver, self.mailbox, self.coordinator = driver, mailbox, coordinator

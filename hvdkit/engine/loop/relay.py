@@ -141,7 +141,8 @@ class Relay:
         """Send parts. Those for one next rank are one message: a rank passes on the rest before it acts on its part."""
         outgoing: dict[int, list[bytes]] = {}
         for origin, bits, payload in parts:
-            if waits := bits & self._turned if self.held or monotonic() < self._held_until else 0:
+            is_settling = bool(self.held) or monotonic() < self._held_until
+            if is_settling and (waits := bits & self._turned):
                 self.held.append((origin, waits, payload))
                 bits &= ~waits
             for after, behind in self._by_next.items():

@@ -89,8 +89,8 @@ def _draw(batch: Batch) -> tuple[int, int]:
     return (0, 0) if layout is None or batch.codec.everywhere else layout.draw()
 
 
-def memory_of(submission: Submission, elements: int) -> CodecState:
-    """Return a codec's memory for one operation, from which nothing is kept."""
+def state_for(submission: Submission, elements: int) -> CodecState:
+    """Return a codec's state for one operation, from which nothing is kept."""
     memory = CodecState(elements)
     memory.turn = submission.turn
     if submission.tally is not None:
@@ -103,7 +103,7 @@ def _reduce_whole(
 ) -> Steps[None]:
     """Reduce an array, in the memory of nodes if some ranks share one. A codec keeps nothing."""
     group, codec, (op, scale) = batch.group, batch.codec, batch.reduction()
-    memory = memory_of(batch.submissions[0], flat.size) if codec.encodes else None
+    memory = state_for(batch.submissions[0], flat.size) if codec.encodes else None
     if group.layout is not None and not codec.everywhere:
         return layout_allreduce(group, group.layout, flat, op, scale, codec, tag, turns, source, memory)
     if source is not None:

@@ -134,7 +134,7 @@ class Batch:
 
 
 def _agreed(batch: Batch) -> Steps[list[Any]]:
-    """Return the coordinator's decision, after steps without data: all ranks have asked."""
+    """Return the coordinator's decision, without any step. The unreachable yield makes this a generator."""
     return [batch.extras[0]]
     yield []
 
@@ -147,7 +147,7 @@ class Kind:
     carries_tensors: bool = True  # a name is in flight once among all kinds that do
     comes_again: bool = True  # ranks send the signature once, and its number afterwards
     fuses: bool = False  # ready operations of the same type, operation and factors may share a batch
-    ends_process_set: bool = False  # the one that its signature names ("id")
+    ends_process_set: bool = False  # the process set that its signature names as "id"
     # Returns an error in the request of one rank alone, in a process set of ``size`` ranks; None if there is none.
     wrong: Callable[[Key, int, Request, int], str | None] | None = None
     # Returns an error where the requests of all ranks differ and must not.

@@ -16,7 +16,7 @@ from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
 from hvdkit.collectives.group import Array, Steps
 from hvdkit.collectives.hierarchical import nodes_of
 from hvdkit.compression import PayloadCodec
-from hvdkit.engine.ops.allreduce import memory_of
+from hvdkit.engine.ops.allreduce import state_for
 from hvdkit.engine.ops.batch import Batch, Kind, Requests
 from hvdkit.engine.ops.requests import Key, Request
 from hvdkit.engine.ranks.assignments import Assignments
@@ -102,7 +102,7 @@ def _wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | Non
 
 
 def _alltoall(batch: Batch) -> Steps[list[Any]]:
-    """Exchange rows. The result is those that came in, and how many came from each rank."""
+    """Exchange rows. The result is the received rows, and the number of rows from each rank."""
     group, array = batch.group, batch.submissions[0].arrays[0]
     splits = [splits or [rows // group.size] * group.size for rows, splits in batch.extras[0]]
     received = [int(rank_splits[group.rank]) for rank_splits in splits]
@@ -125,7 +125,7 @@ def _reduce_scatter(batch: Batch) -> Steps[list[Any]]:
         width = prod(array.shape[1:]) * array.itemsize // flat.itemsize
         bounds = [((end - count) * width, end * width) for end, count in zip(accumulate(rows), rows, strict=True)]
         if submission.codec.encodes and (submission.codec.everywhere or nodes_of(group) > 1):
-            codec, memory = cast("PayloadCodec", submission.codec), memory_of(submission, flat.size)
+            codec, memory = cast("PayloadCodec", submission.codec), state_for(submission, flat.size)
             summed = yield from compressed_reduce_scatter(group, flat, bounds, scale, codec, tag, memory)
             own = flat[slice(*bounds[group.rank])]
             kernels.convert_into(own, summed)

@@ -81,7 +81,7 @@ def for_joined(name: str) -> str:
     """Return the caller of an operation that cannot go on without a rank that has joined, and the hint."""
     if name.endswith(STATISTICS):
         return (
-            " It is of SyncBatchNorm, which averages over all ranks' batches, and who has joined has none.\n"
+            " It is of SyncBatchNorm, which averages over all ranks' batches, and a rank that has joined has none.\n"
             "HINT: give all ranks as many batches, or use BatchNorm."
         )
     if name.endswith(SPARSE):

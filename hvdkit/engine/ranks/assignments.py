@@ -75,7 +75,8 @@ class Assignments:
     def __init__(self, size: int, static_process_sets: Iterable[Sequence[int]] = ()) -> None:
         # The ranks of each process set. Sets that were passed to ``init`` are numbered from 1.
         self.members = dict(enumerate([list(range(size)), *map(list, static_process_sets)]))
-        self._process_sets, self._lanes = len(self.members) - 1, 0  # the newest number of each
+        self._process_sets = len(self.members) - 1  # the newest number
+        self._lanes = 0  # the newest number
         self.joined: dict[int, None] = {}  # the ranks that have joined, in order
         self.lane_numbers = LaneNumbers()
         # By operation, the longest ago first: the signature it had the first time, None once it has a region.
@@ -102,7 +103,8 @@ class Assignments:
         """
         if self.joined:
             return None
-        is_new, before = operation not in self._recurring, self._recurring.pop(operation, None)
+        is_new = operation not in self._recurring
+        before = self._recurring.pop(operation, None)
         comes_again = before == signature
         self._recurring[operation] = signature if is_new or (before is not None and not comes_again) else None
         if len(self._recurring) > MOST_RECURRING:

@@ -46,7 +46,7 @@ class Content(NamedTuple):
 
 @dataclass(slots=True)
 class _Region:
-    """This rank's turns in a region: one at a time, and ascending, as the other ranks rely on."""
+    """The turns of this rank in a region. They ascend and do not overlap, on which the other ranks rely."""
 
     last: int = 0
     lock: Lock = field(default_factory=Lock)
@@ -56,8 +56,10 @@ class _Repetition:
     """A recurring operation. ``begin``: its turn before the first; ``done``: how often it ran since."""
 
     def __init__(self, number: int, op: ReduceOp, scale: Scale) -> None:
-        self.begin, self.region = number // REGIONS * _ROUND, number % REGIONS
-        self.op, self.scale, self.done = op, scale, 0
+        self.begin = number // REGIONS * _ROUND
+        self.region = number % REGIONS
+        self.op, self.scale = op, scale
+        self.done = 0
 
 
 class Repetitions:

@@ -46,16 +46,20 @@ def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
     cross_size = own["cross_size"] if own["cross_size"] is not None else len(column)
     cores = [[set(reports[member]["cores"]) for member in members] for members in nodes]
     threads = [sum(int(reports[member]["threads"]) for member in members) for members in nodes]
-    here = cores[nodes.index(node)]
     return Topology(
         rank, len(reports), local_rank, local_size, cross_rank, cross_size,
         is_homogeneous=len({len(members) for members in nodes}) == 1,
         hosts=tuple(str(report["host"]) for report in reports),
         nodes=tuple(tuple(members) for members in nodes),
-        # No set of cores has more ranks bound to it alone than cores.
-        has_core_each=all(sum(bound <= some for bound in here) <= len(some) for some in (*here, set().union(*here))),
+        has_core_each=_have_core_each(cores[nodes.index(node)]),
         is_full=all(len(set().union(*there)) <= busy for there, busy in zip(cores, threads, strict=True)),
     )  # fmt: skip
+
+
+def _have_core_each(bound: Sequence[set[int]]) -> bool:
+    """True if no set of cores has more ranks bound to it alone than cores. ``bound``: the cores of each rank."""
+    everything: set[int] = set().union(*bound)
+    return all(sum(own <= cores for own in bound) <= len(cores) for cores in [*bound, everything])
 
 
 def _nodes(reports: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -65,7 +65,8 @@ class Ending:
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             blamed = self._blamed(error)
-            self.code, self.reason, self._blames_another = 1, raised(kind, error), blamed is not None
+            self.code, self.reason = 1, raised(kind, error)
+            self._blames_another = blamed is not None
             sends_record = self._sends_record and self._process == os.getpid() and issubclass(kind, Exception)
             if sends_record and previous_hook is sys.__excepthook__:  # the output of another hook is shown as it is
                 sends_record = failure_record.sent(f"{failure_record.BEGINS}\n")

@@ -20,9 +20,13 @@ class Joining:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._negotiation, self._mailbox, self._rank = engine.negotiation, engine.mailbox, engine.topology.rank
-        self._open_lanes, self._operations = engine.lanes, engine.operations
-        self._named, self._groups = engine.named, engine.groups
+        self._negotiation = engine.negotiation
+        self._mailbox = engine.mailbox
+        self._rank = engine.topology.rank
+        self._open_lanes = engine.lanes
+        self._operations = engine.operations
+        self._named = engine.named
+        self._groups = engine.groups
         self.ranks: set[int] = set()  # that have joined
         self.followed: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
         self._handle: Handle | None = None

@@ -26,10 +26,18 @@ class Rounds:
     """The work of the driver, which calls ``run`` from one thread at a time."""
 
     def __init__(self, engine: Engine, batches: Batches) -> None:
-        self._transport, self._driver, self._telemetry = engine.transport, engine.driver, engine.telemetry
-        self._negotiation, self._mailbox, self._named = engine.negotiation, engine.mailbox, engine.named
-        self._submissions, self._operations, self._lanes = engine.submissions, engine.operations, engine.lanes
-        self._joining, self._watch, self._batches = engine.joining, engine.watch, batches
+        self._transport = engine.transport
+        self._driver = engine.driver
+        self._telemetry = engine.telemetry
+        self._negotiation = engine.negotiation
+        self._mailbox = engine.mailbox
+        self._named = engine.named
+        self._submissions = engine.submissions
+        self._operations = engine.operations
+        self._lanes = engine.lanes
+        self._joining = engine.joining
+        self._watch = engine.watch
+        self._batches = batches
         self._broke_at: dict[int, float] = {}
 
     def busy(self) -> bool:
@@ -196,7 +204,11 @@ class Rounds:
                 gone = {*self._mailbox.departed, *self._transport.lost_peers()}.intersection(operation.members)
                 left_at = self._mailbox.departed_at
                 rank = min(gone, key=lambda rank: left_at.get(rank, 0.0), default=None)
-            if monotonic() - operation.broken_at < NAMELESS_SECONDS if rank is None else self._may_have_left(rank):
+            if rank is None:
+                may_be_explained = monotonic() - operation.broken_at < NAMELESS_SECONDS
+            else:
+                may_be_explained = self._may_have_left(rank)
+            if may_be_explained:
                 return  # the operation raises it again
             reason = self._mailbox.departed.get(-1 if rank is None else rank)
             peer = "" if rank is None else self._mailbox.topology.describe(rank)

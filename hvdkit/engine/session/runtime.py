@@ -117,7 +117,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     static: list[list[int]] = []
     size = world.size if members is None else len(members)
     for number, process_set in enumerate(sets):
-        ranks = resolve_ranks(process_set, size, comm if _is_communicator(comm) else None)
+        ranks = resolve_ranks(process_set, size, comm if is_communicator(comm) else None)
         if ranks in static or ranks == list(range(size)):
             raise ValueError(
                 f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
@@ -165,8 +165,9 @@ def shutdown() -> None:
         raise lost
 
 
-def _is_communicator(comm: Any) -> bool:
-    return hasattr(comm, "Get_rank")
+def is_communicator(comm: Any) -> bool:
+    """True for an mpi4py communicator."""
+    return hasattr(comm, "Get_rank") and hasattr(comm, "Get_group")
 
 
 def _first_gone() -> int | None:
@@ -178,8 +179,8 @@ def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Return this process's place among all ranks, and the ranks that take part if not all do."""
     ENDING.record_wanted = take_wanted() or ENDING.record_wanted
     tell_init()
-    ENDING.renumbered = _is_communicator(comm) or (comm is not None and len(comm) > 0)
-    if _is_communicator(comm):
+    ENDING.renumbered = is_communicator(comm) or (comm is not None and len(comm) > 0)
+    if is_communicator(comm):
         ENDING.watch(shutdown, _first_gone)
         ENDING.abort = abort_mpi
         return World("mpi4py", comm.Get_rank(), comm.Get_size(), mpi=True), None
@@ -204,7 +205,7 @@ def _connect(
     comm: Any, world: World, members: list[int] | None, settings: config.Settings, cuda: bool, for_torch: bool
 ) -> tuple[World, Transport]:
     """Return the world of the ranks that take part, and the transport that connects them."""
-    if _is_communicator(comm):
+    if is_communicator(comm):
         return world, MpiTransport(comm, None, settings.start_timeout_seconds)
     generation = _generations[tuple(members or ())]
     job = Job(world, settings.transport, cuda, for_torch, generation, settings.start_timeout_seconds)

@@ -98,7 +98,8 @@ class Session:
         """Meet the other ranks of ``transport``, which this object owns from now on. Collective, and blocks.
 
         ``process_sets``: the ranks of each initial set.
-        Raises HorovodInternalError on every rank if versions or process sets differ, PeerLostError.
+        Raises HorovodInternalError on every rank if versions or process sets differ, PeerLostError if a rank does not
+        come.
         """
         self._heartbeat: Heartbeat | None = None
         try:
@@ -133,7 +134,8 @@ class Session:
     def close(self, reason: str = LEAVING, code: int = 0, failed: bool = False) -> PeerLostError | None:
         """Say goodbye with ``reason`` and this process's exit code, wait for the others' goodbyes, and free everything.
 
-        Returns the error of a rank that neither says goodbye nor gives a sign of life. ``failed``: only send it.
+        Returns the error of a rank that neither says goodbye nor gives a sign of life. ``failed``: wait only until the
+        others have this goodbye.
         """
         engine = self.engine
         graceful, lost = False, None

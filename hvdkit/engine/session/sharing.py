@@ -103,6 +103,7 @@ def _obtain(
     seconds: float,
     arena: int,
 ) -> tuple[tuple[NodeMemory, Window, dict[int, Window]] | None, str]:
+    """Return the node's memory, its window for messages and the ranks' arenas by place; or None, and the reason."""
     from hvdkit.transports.node.memory import NodeMemory, fetch, map_arenas
     from hvdkit.transports.node.transport import window_bytes
 

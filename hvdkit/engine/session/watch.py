@@ -29,9 +29,14 @@ class Watch:
     """The time limits of the engine. Rounds call ``look`` from ``next_look`` on."""
 
     def __init__(self, engine: Engine, heartbeat: Heartbeat | None) -> None:
-        self._settings, self._heartbeat = engine.settings, heartbeat
-        self._negotiation, self._mailbox, self._waiting = engine.negotiation, engine.mailbox, engine.waiting
-        self._joining, self._submissions, self._operations = engine.joining, engine.submissions, engine.operations
+        self._settings = engine.settings
+        self._heartbeat = heartbeat
+        self._negotiation = engine.negotiation
+        self._mailbox = engine.mailbox
+        self._waiting = engine.waiting
+        self._joining = engine.joining
+        self._submissions = engine.submissions
+        self._operations = engine.operations
         self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
         self.next_look = 0.0
 

@@ -32,7 +32,7 @@ def stays_on_device(
     device if each node has one rank; sums of nodes with several ranks are encoded in host memory. ``encodes``: the
     device can encode at all.
     """
-    nodes_here = _nodes_of(nodes, members)
+    nodes_here = count_nodes(nodes, members)
     return all(
         encodes and codec.on_device and (codec.everywhere or nodes_here == len(members))
         for codec in codecs
@@ -40,7 +40,8 @@ def stays_on_device(
     )
 
 
-def _nodes_of(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> int:
+def count_nodes(nodes: Sequence[Sequence[int]], members: Sequence[int]) -> int:
+    """Return the number of nodes that have one of these ranks."""
     return sum(not set(node).isdisjoint(members) for node in nodes)
 
 
@@ -58,7 +59,7 @@ class DeviceReducer(Reducer):
         slots: Sequence[Slot],
         nodes: Sequence[Sequence[int]],
     ) -> None:
-        super().__init__(group, reduction, slots, False if _nodes_of(nodes, group.members) == 1 else None)
+        super().__init__(group, reduction, slots, False if count_nodes(nodes, group.members) == 1 else None)
         self._kept: list[Any] = []  # by bucket: what its codec keeps on the device
         self._pulled: set[int] = set()  # buckets of which the host holds the same
         self._changed: set[int] = set()  # of which the host holds what the device shall keep
@@ -84,8 +85,8 @@ class DeviceReducer(Reducer):
             for i, bucket in enumerate(buckets)
         ]
 
-    # Between two steps the memories of the host hold what the device keeps, once somebody reads or changes it. What was
-    # changed goes to the device with the next gradient.
+    # Between two steps the host's states are brought up to date when they are read or changed. Changed states go to the
+    # device with the next gradient.
 
     def _pull(self) -> None:
         for bucket in set(range(len(self._kept))) - self._pulled:
@@ -140,7 +141,7 @@ class DeviceReducer(Reducer):
             on_begin(None)
         number, bucket = piece.bucket, self.arrangement.buckets[piece.bucket]
         offers = [None if joined else self._offers[slot] for slot in bucket.slots]
-        tensors = [  # the slots' flat ones, of zeros where there is no gradient
+        tensors = [  # flat tensors of the slots; zeros for a slot without a gradient
             self._collectives.allocate(self._slots[slot].elements, str(bucket.dtype)) if offer is None else offer.array
             for slot, offer in zip(bucket.slots, offers, strict=True)
         ]
@@ -148,7 +149,8 @@ class DeviceReducer(Reducer):
         paying = self.residuals.owes(number)
         debtors = [part for part, offer in zip(parts, offers, strict=True) if paying and offer is not None]
         memory = self.residuals.of_piece(piece)
-        encodes, marks = self.residuals.encodes(number), list(marks)
+        encodes = self.residuals.encodes(number)
+        marks = list(marks)
         buffer = self._collectives.allocate(bucket.elements, str(bucket.dtype)) if encodes else None
         if encodes or None in offers:
             marks.append(self.mark())

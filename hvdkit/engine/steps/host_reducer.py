@@ -72,7 +72,7 @@ class HostReducer(Reducer):
         self.layout, self._node = layout, node
         self._layouts: dict[Piece, PieceLayout] = {}  # of these buckets
         self.block = node.block if node is not None else private_block(slots, holds_all)
-        self._nbytes = [slot.elements * slot.dtype.itemsize for slot in slots]
+        self._nbytes = [slot.nbytes for slot in slots]
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self._pinned: list[int] = []
         self.is_written_late = node is None
@@ -163,7 +163,7 @@ class HostReducer(Reducer):
         runs = layout.runs
         is_flat = node is None or codec.everywhere
         prepares = self._reduction.prescale != 1.0 or self.residuals.owes(piece.bucket)
-        # Of what others reach where it lies no part is needed, and each is an object that the collector looks at.
+        # Gradients that other ranks reach where they lie need no parts; each part costs the garbage collector time.
         parts = with_offers(runs, offers) if is_flat or prepares else []
         if prepares:
             self._prepare(piece, parts)

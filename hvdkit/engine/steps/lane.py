@@ -118,7 +118,8 @@ class Lane:
         """Wait for the end of the step, and begin the next one."""
         started = perf_counter()
         self.lanes.waiting.wait(self, self._is_over)
-        self.records.awaited(started)
+        if self.lanes.telemetry.timeline is not None:
+            self.records.awaited(started)
         if self.error is not None:
             raise self.error
         if self.step.completed < self.step.operations:
@@ -184,8 +185,10 @@ class Lane:
     def start(self, joined: bool = False) -> Operation:
         """Start the next operation of this step; with zeros, as a rank that has joined does."""
         step, sequence = self.step, self.sequence
-        index, self.sequence = step.start(sequence), sequence + 1
-        tag, started, on_begin = lane_tag(self._number, sequence), perf_counter(), None
+        index = step.start(sequence)
+        self.sequence += 1
+        tag, started = lane_tag(self._number, sequence), perf_counter()
+        on_begin = None
         if index < len(step.pieces):
             piece = step.pieces[index]
             marks = [self.reducer.mark()] if joined else step.marks.get(piece.bucket, ())
@@ -195,7 +198,7 @@ class Lane:
         elif self.steps == 0 and index == len(step.pieces):
             steps, what = self._observation.exchange(tag, joined), f"the gradient order of {self.name}"
         else:
-            what = f"whether parameters are the same, of {self.name}"
+            what = f"the comparison of parameters of {self.name}"
             steps = self.verification.exchange(joined, tag)
 
         def completed(_: Any) -> None:

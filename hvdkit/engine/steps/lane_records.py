@@ -27,7 +27,7 @@ class LaneRecords:
         self._complete: dict[int, float] = {}  # since when buckets that wait for their turn are, while it is recorded
 
     @property
-    def _now(self) -> Arrangement:
+    def _arrangement(self) -> Arrangement:
         return self._reducer.arrangement
 
     def waits(self, bucket: int) -> None:
@@ -40,36 +40,36 @@ class LaneRecords:
             return
         ended, names = perf_counter(), defaultdict[str, list[str]](list)
         for slot in slots:
-            names[self._row(self._now.bucket_of[slot])].append(self._plan.slots[slot].name)
+            names[self._row(self._arrangement.bucket_of[slot])].append(self._plan.slots[slot].name)
         for row, tensors in names.items():
             timeline.span(row, "MEMCPY_IN_FUSION_BUFFER", started, ended, tensor=", ".join(tensors))
 
     def begin(self, index: int) -> Callable[[ReadyAt | None], None]:
         """Record that a piece's turn has come. Return the function that records that its reduction begins."""
-        self._waited(self._now.pieces[index].bucket)
+        self._waited(self._arrangement.pieces[index].bucket)
         return partial(self._reduction_begins, index, perf_counter())
 
     def _reduction_begins(self, index: int, started: float, ready_at: ReadyAt | None) -> None:
         """Record the end of the wait for other ranks, and that the reduction begins; see ``Reducer.reduce``."""
         if (timeline := self._telemetry.timeline) is None:
             return
-        row, now = self._piece_row(index), self._now
+        row, arrangement = self._piece_row(index), self._arrangement
         if ready_at is not None and (last := last_of(ready_at())) is not None:
             timeline.span(row, last.activity, started, perf_counter(), **last.fields)
         timeline.begin(
             row,
             "ALLREDUCE",
-            bytes=now.nbytes[index],
-            codec=self._reducer.residuals.codec(now.pieces[index].bucket).summary,
+            bytes=arrangement.nbytes[index],
+            codec=self._reducer.residuals.codec(arrangement.pieces[index].bucket).summary,
             algorithm=self._reducer.reason,
-            order=f"{index + 1} of {len(now.pieces)}: {now.reasons[index]}",
+            order=f"{index + 1} of {len(arrangement.pieces)}: {arrangement.reasons[index]}",
             size=self._reason,
         )
         self._begun[index] = perf_counter()
 
     def reduced(self, index: int) -> None:
         """Count the effect of a codec on a reduced piece, and record its end in the timeline."""
-        piece, residuals = self._now.pieces[index], self._reducer.residuals
+        piece, residuals = self._arrangement.pieces[index], self._reducer.residuals
         begun, timeline = self._begun.pop(index, None), self._telemetry.timeline
         if residuals.codec(piece.bucket).lossy:
             tally = residuals.finished(piece)
@@ -95,20 +95,23 @@ class LaneRecords:
         """End all open records, because the lane failed."""
         for bucket in list(self._complete):
             self._waited(bucket)
-        for index in range(len(self._now.pieces)):
+        for index in range(len(self._arrangement.pieces)):
             self._telemetry.end(self._piece_row(index))
 
     def names_in(self, index: int) -> list[str]:
         """Return the names of the tensors of an operation of a step."""
-        if index >= len(self._now.pieces):
+        if index >= len(self._arrangement.pieces):
             return []
-        return [self._plan.slots[slot].name for slot in self._now.buckets[self._now.pieces[index].bucket].slots]
+        return [
+            self._plan.slots[slot].name
+            for slot in self._arrangement.buckets[self._arrangement.pieces[index].bucket].slots
+        ]
 
     def waiting_for(self, index: int) -> str:
         """Return the operation with this index, for messages."""
         names = self.names_in(index)
         first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"optimizer '{self._plan.name}', operation {index} of {len(self._now.pieces)} ({first})"
+        return f"optimizer '{self._plan.name}', operation {index} of {len(self._arrangement.pieces)} ({first})"
 
     def _waited(self, bucket: int) -> None:
         """Record the end of a bucket's wait for its turn, if it waited."""
@@ -120,5 +123,5 @@ class LaneRecords:
         return f"{self._plan.name}/bucket{bucket}"
 
     def _piece_row(self, index: int) -> str:
-        piece = self._now.pieces[index]
+        piece = self._arrangement.pieces[index]
         return self._row(piece.bucket) + (f".{piece.part}" if piece.parts > 1 else "")

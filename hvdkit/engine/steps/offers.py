@@ -62,7 +62,7 @@ def block_offsets(slots: Sequence[Slot], holds_all: bool = False) -> tuple[Offse
     offsets: Offsets = []
     end = 0
     for slot in slots:
-        has_place = holds_all or slot.elements * slot.dtype.itemsize < SMALLEST_BYTES
+        has_place = holds_all or slot.nbytes < SMALLEST_BYTES
         offsets.append(end if has_place else None)
         end += slot.padded * slot.dtype.itemsize if has_place else 0
     return offsets, end
@@ -79,7 +79,7 @@ class Block:
     def __init__(self, memory: Array, slots: Sequence[Slot], offsets: Offsets) -> None:
         self.memory = memory
         self.places: dict[int, Array] = {
-            index: memory[offset : offset + slot.elements * slot.dtype.itemsize].view(slot.dtype)
+            index: memory[offset : offset + slot.nbytes].view(slot.dtype)
             for index, (slot, offset) in enumerate(zip(slots, offsets, strict=True))
             if offset is not None
         }
@@ -123,8 +123,10 @@ class Part(NamedTuple):
 
     def take(self, into: Array) -> None:
         """Copy this rank's contribution."""
-        source, array = self.source(), self.array()
-        into[...] = source if source is not None else 0 if array is None else array
+        values = self.source()
+        if values is None:
+            values = self.array()
+        into[...] = 0 if values is None else values
 
 
 def runs_in(piece: Piece, bucket: Bucket, slots: Sequence[Slot]) -> list[Part]:

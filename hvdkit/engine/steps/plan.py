@@ -37,6 +37,10 @@ class Slot:
         return prod(self.shape)
 
     @cached_property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @cached_property
     def padded(self) -> int:
         """The elements up to the next cache line."""
         line = max(1, CACHE_LINE // self.dtype.itemsize)

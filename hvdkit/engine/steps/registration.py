@@ -15,7 +15,7 @@ from hvdkit.engine.loop.named import NamedOperations
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.ranks.assignments import LANES
 from hvdkit.engine.ranks.topology import Topology
-from hvdkit.engine.steps.device_reducer import CopiedReducer, DeviceReducer, stays_on_device
+from hvdkit.engine.steps.device_reducer import CopiedReducer, DeviceReducer, count_nodes, stays_on_device
 from hvdkit.engine.steps.host_reducer import HostReducer
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.lanes import Lanes
@@ -45,9 +45,9 @@ NO_NUMBER = (
 
 def idle_codecs(codecs: Sequence[Codec], nodes: Sequence[Sequence[int]], group: Group) -> list[str]:
     """Return the names of codecs that encode nothing here; of those with a momentum adapters warn."""
-    nodes_here = [node for node in nodes if not set(node).isdisjoint(group.members)]
     idle = {codec.name for codec in codecs if codec.encodes and not codec.everywhere and not codec.has_momentum}
-    return sorted(idle) if group.layout is not None and len(nodes_here) == 1 and group.size > 1 else []
+    is_one_node = count_nodes(nodes, group.members) == 1
+    return sorted(idle) if group.layout is not None and is_one_node and group.size > 1 else []
 
 
 def register(named: NamedOperations, topology: Topology, settings: Settings, lanes: Lanes, plan: Plan) -> Lane | None:

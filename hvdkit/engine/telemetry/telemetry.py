@@ -77,7 +77,7 @@ class Arrival(NamedTuple):
 
 
 def last_of(came: Mapping[int, float]) -> Arrival | None:
-    """Return the last of ranks that came at these times, in seconds; the lowest of several, None of fewer than two."""
+    """Return the arrival of the last rank, by times in seconds; the lowest of equal ranks; None for fewer than two."""
     if len(came) < 2:
         return None
     times = sorted(came.values())
@@ -92,7 +92,8 @@ class Telemetry:
         self.statistics = Statistics()
         self.timeline: Timeline | None = None  # another thread may stop it, so callers read this once
         self._rank = rank
-        self._requests: dict[object, dict[int, float]] = {}  # when ranks asked for operations that some rank has yet to
+        # By operation that some rank has not asked for yet: when each of the other ranks asked.
+        self._requests: dict[object, dict[int, float]] = {}
 
     def start(self, path: str, mark_cycles: bool) -> None:
         """Begin recording on rank 0, in place of what was being recorded."""

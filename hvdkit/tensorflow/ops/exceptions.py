@@ -132,7 +132,8 @@ def install() -> None:
 def _raising_originals(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_raising_originals(*arguments: Any, **options: Any) -> Any:
-        is_outermost = (thread := threading.get_ident()) not in RUNNING
+        thread = threading.get_ident()
+        is_outermost = thread not in RUNNING
         RUNNING.add(thread)
         try:
             return run(*arguments, **options)

@@ -176,8 +176,8 @@ def grouped_allreduce(
     if dense:
         dense = framework.check_tensors(invocation.function, dense, framework.REDUCIBLE_DTYPES)
         dense = _reduced(invocation, dense, compression, reduce_op, factors, device_dense, allreduce_dense)
-    results = {True: iter(slices), False: iter(dense)}
-    return [next(results[isinstance(tensor, tf.IndexedSlices)]) for tensor in tensors]
+    next_slices, next_dense = iter(slices), iter(dense)
+    return [next(next_slices if isinstance(tensor, tf.IndexedSlices) else next_dense) for tensor in tensors]
 
 
 def _scatter(invocation: Invocation, tensors: Sequence[Any], request: ReduceRequest) -> list[Any]:

@@ -153,11 +153,13 @@ def alltoall(
     invocation = Invocation("alltoall", name, process_set, waits=True, ignore_name_scope=ignore_name_scope)
     dense = framework.check_tensor(invocation.function, tensor, framework.MOVABLE_DTYPES)
     checks.check_registered(invocation.function, process_set)
-    integers, problem = None, None
-    try:
-        integers = None if splits is None else _integers(splits)
-    except (TypeError, ValueError) as error:
-        problem = error
+    integers: Any = None
+    problem: Exception | None = None
+    if splits is not None:
+        try:
+            integers = _integers(splits)
+        except (TypeError, ValueError) as error:
+            problem = error
     output, received = _exchange(invocation, dense, integers, problem)
     return output if splits is None else (output, received)
 

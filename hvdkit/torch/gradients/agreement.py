@@ -97,7 +97,8 @@ class Agreement:
         self.ids = list(parameters)
         self.engine = engine
         self._settings = settings
-        self._dtypes, self._declared = list(map(gradient_dtype, members)), list(map(declared_dtypes, members))
+        self._dtypes = list(map(gradient_dtype, members))
+        self._declared = list(map(declared_dtypes, members))
         self._epoch = engine.groups.plan_epoch
         process_set_id = check_registered(settings.title, settings.process_set)
         assert settings.pairing is not None, "an optimizer is kept"

@@ -52,7 +52,7 @@ class PlannedGradients:
             i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
         }
         self._declared = [gradient_dtype(parameter) for parameter in self.parameters]
-        # At the end of backward(), all together take less time, since caches hold the data of the backward pass before.
+        # Handing all over after backward() takes less time: during it, caches hold the data of the backward pass.
         self._hands_over_late = lane.takes_turns
         self._watched: dict[int, Watched] = {}
         self._waiting: dict[int, float] = {}  # by slot handed over at the end of the step: when it was complete
@@ -68,6 +68,10 @@ class PlannedGradients:
     def _takes_part(self, i: int) -> bool:
         """True if a slot's gradient counts, which it does also if its parameter was frozen after backward()."""
         return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
+
+    def _all_take_part(self) -> bool:
+        """True if the gradients of all slots count, so that no slot needs to be asked."""
+        return not self._left_out and len(self._watched) == len(self.parameters)
 
     def leave_out(self, ids: Collection[int]) -> None:
         """Reduce zeros for parameters that all ranks have cast: this step is the last of this lane."""
@@ -122,12 +126,13 @@ class PlannedGradients:
         self, slots: Sequence[int], gradients: Sequence[torch.Tensor | None], filled: Collection[int] = ()
     ) -> list[Offer | None]:
         """Return this rank's contribution to each slot: the gradient itself or a copy; None for zeros."""
-        small, forms, in_place, offers = self._small, self._forms, self._in_place, list[Offer | None]()
-        repeated, are_all = self._repeated, not self._left_out and len(self._watched) == len(self.parameters)
+        small, forms, in_place, repeated = self._small, self._forms, self._in_place, self._repeated
+        all_take_part = self._all_take_part()
+        offers: list[Offer | None] = []
         for i, gradient in zip(slots, gradients, strict=True):
             if i in filled:
                 offer: Offer | None = FILLED
-            elif not (are_all or self._takes_part(i)):
+            elif not (all_take_part or self._takes_part(i)):
                 offer = None
             elif (
                 gradient is not None
@@ -145,7 +150,9 @@ class PlannedGradients:
 
     def _copy(self, i: int, gradient: torch.Tensor | None) -> Offer:
         """Copy a gradient, zeros if it is None, in the layout of its slot."""
-        started, offer, copy = perf_counter(), FILLED, self._small.get(i)
+        started = perf_counter()
+        offer = FILLED
+        copy = self._small.get(i)
         if copy is None:
             like = self._like[i]
             with ARENA.serving():
@@ -205,11 +212,12 @@ class PlannedGradients:
 
     def _give_back(self) -> None:
         """Write the results that lie elsewhere into the parameters' gradients."""
-        copies, small, in_place = self._copies, self._small, list[torch.Tensor]()
+        copies, small = self._copies, self._small
+        in_place: list[torch.Tensor] = []
         into: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slot: a dense gradient and its result
-        are_all = not self._left_out and len(self._watched) == len(self.parameters)
+        all_take_part = self._all_take_part()
         for i, parameter in enumerate(self.parameters):
-            if not (are_all or self._takes_part(i)):
+            if not (all_take_part or self._takes_part(i)):
                 continue
             gradient, result = parameter.grad, copies.get(i, small.get(i))
             if result is None:

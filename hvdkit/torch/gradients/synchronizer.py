@@ -46,7 +46,8 @@ class GradientSynchronizer:
         self.settings = settings
         self.verification = OptimizerVerification(settings.process_set)
         self.should_synchronize = True  # False within skip_synchronize()
-        self.for_scaler = self._is_synchronized = False  # for_scaler: a GradScaler had the gradients synchronised
+        self.for_scaler = False  # True if a GradScaler had the gradients synchronised
+        self._is_synchronized = False
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
         self.hooks: Any = self._new_hooks()

@@ -129,10 +129,9 @@ class TorchFramework(Framework[Tensor]):
 
     def integers(self, numbers: Sequence[int], splits: Any, device: torch.device) -> Tensor:
         """Return a vector of the type and on the device of ``splits`` if that is a tensor, else int32 on the CPU."""
-        like = (
-            {"dtype": splits.dtype, "device": splits.device} if isinstance(splits, Tensor) else {"dtype": torch.int32}
-        )
-        return torch.tensor(numbers, **like)
+        if isinstance(splits, Tensor):
+            return torch.tensor(numbers, dtype=splits.dtype, device=splits.device)
+        return torch.tensor(numbers, dtype=torch.int32)
 
     def check_writable(self, function: str, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError for a tensor that cannot be written in place because elements share memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +58,8 @@ class AllgatherFunction(torch.autograd.Function):
         averages = grouped_allreduce(grad_outputs, name=name, process_set=process_set)
         all_rows = allgather(torch.tensor([ctx.rows]), None if name is None else f"{name}.rows", process_set)
         starts = all_rows[: process_set.rank()].sum(dim=0).tolist()
-        return None, *map(torch.narrow, averages, itertools.repeat(0), starts, ctx.rows)
+        parts = zip(averages, starts, ctx.rows, strict=True)
+        return None, *(average.narrow(0, start, rows) for average, start, rows in parts)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:

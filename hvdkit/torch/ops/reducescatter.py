@@ -77,8 +77,9 @@ class ReducescatterFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         """Return None for each argument before the tensors, then their gradients."""
         scaled = list(grad_outputs)
-        for factor in filter(lambda factor: factor != 1, ctx.factors):
-            scaled = [gradient * factor for gradient in scaled]
+        for factor in ctx.factors:
+            if factor != 1:
+                scaled = [gradient * factor for gradient in scaled]
         invocation = ctx.invocation.of_gradient()
         return None, None, *grouped_allgather(scaled, name=invocation.name, process_set=invocation.process_set)
 

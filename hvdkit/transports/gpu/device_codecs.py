@@ -29,13 +29,11 @@ Encoded = tuple[Tensor, Tensor | None, Tensor | None]
 TRITON_DEVICES = {"cuda"}  # whose tensors Triton's kernels take
 # A program holds a block of so many elements in registers; a kernel for larger blocks compiles for minutes.
 LARGEST_TRITON_BLOCK = 8192
+_CHUNK = 1 << 22  # elements of halves that are converted to a wider type at a time, to limit memory
 NO_TRITON = (
     "codecs encode on the GPU by PyTorch's operations, which takes several times as long as by Triton's kernels, since "
     "these cannot be compiled here: %s.\nHINT: have a C compiler and Python's headers (Debian: gcc, python3-dev)."
 )
-
-
-_CHUNK = 1 << 22  # elements of halves that are converted to a wider type at a time, to limit memory
 
 
 def rescale_(flat: Tensor, scale: Scale) -> Tensor:
@@ -77,7 +75,7 @@ def _triton(device: torch.device) -> Any:
     return triton_kernels
 
 
-def _kernels(tensor: Tensor) -> Any:
+def _triton_for(tensor: Tensor) -> Any:
     """Return the module of Triton's kernels for a tensor; None if torch's operations are to be used."""
     return _triton(tensor.device) if tensor.device.type in TRITON_DEVICES else None
 
@@ -120,20 +118,21 @@ class Blocks(Coder):
     bits: int
     rounds = True  # to the nearest number, as Triton's kernels do
 
-    def _kernels(self, tensor: Tensor) -> Any:
-        return _kernels(tensor) if self.step <= LARGEST_TRITON_BLOCK else None
+    def _triton_for(self, tensor: Tensor) -> Any:
+        return _triton_for(tensor) if self.step <= LARGEST_TRITON_BLOCK else None
 
     def encode_rest(self, rows: Tensor, kept: Tensor | None, valid: int, phase: int) -> Encoded:
-        if not self.rounds or (triton := self._kernels(rows)) is None:
+        if not self.rounds or (triton := self._triton_for(rows)) is None:
             return super().encode_rest(rows, kept, valid, phase)
         nbytes = rows.shape[1] // self.step * (4 + self.step * self.bits // 8)
         payloads = rows.new_empty((len(rows), nbytes), dtype=torch.uint8)
-        before, left = (None, None) if kept is None else (kept.contiguous(), torch.empty_like(rows))
+        before = None if kept is None else kept.contiguous()
+        left = None if kept is None else torch.empty_like(rows)
         triton.encode(rows.contiguous(), before, payloads, left, self.step, self.bits, valid)
         return payloads, None, left
 
     def decode(self, payloads: Tensor, elements: int) -> Tensor:
-        if (triton := self._kernels(payloads)) is None:
+        if (triton := self._triton_for(payloads)) is None:
             return self.decoded(payloads, elements)
         values = payloads.new_empty((len(payloads), elements), dtype=torch.float32)
         triton.decode(payloads.contiguous(), values, self.step, self.bits)
@@ -148,8 +147,9 @@ class Quantised(Blocks):
     """A coder of whole numbers of 8 or 4 bits."""
 
     def __init__(self, codec: Int8 | Int4, turn: int, rank: int) -> None:
-        self._codec, self.bits, self._largest = codec, codec.bits, 127 if codec.bits == 8 else 7
-        self.step, self.rounds = codec.block, not codec.stochastic
+        self._codec, self.bits, self.step = codec, codec.bits, codec.block
+        self._largest = 127 if codec.bits == 8 else 7
+        self.rounds = not codec.stochastic
         self._words = codec.seed + turn * 0x85EBCA6B + 2 * rank * 0xC2B2AE35
 
     def encode(self, wanted: Tensor, valid: int, phase: int) -> Tensor:
@@ -235,7 +235,7 @@ class Largest(Coder):
         return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)], dim=1)
 
     def encode_rest(self, rows: Tensor, kept: Tensor | None, valid: int, phase: int) -> Encoded:
-        if (triton := _kernels(rows)) is None:
+        if (triton := _triton_for(rows)) is None:
             return super().encode_rest(rows, kept, valid, phase)
         before = None if kept is None else kept.contiguous()
         payloads, left = triton.take_largest(rows.contiguous(), before, self._count(rows.shape[1]))

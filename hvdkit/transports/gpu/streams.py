@@ -33,7 +33,7 @@ NOT_LOCKED = (
     "the %d bytes of host memory in which gradients of GPUs are summed could not be page-locked, so that copies are "
     "slower: %s"
 )
-# Time that closing copies waits for those under way, which depend on this rank's own work on the GPU alone.
+# Seconds that ``close`` waits for copies under way, which depend on this rank's own work on the GPU alone.
 LAST_COPIES_SECONDS = 10.0
 
 Wait = Callable[[Any], None]  # puts the work that follows on the stream behind a collective's work

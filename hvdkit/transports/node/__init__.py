@@ -17,5 +17,5 @@ SEGMENTS = 1 << 22
 
 
 def has_segment(number: int) -> bool:
-    """Return whether the memory of a node has a segment of this number."""
+    """True if the memory of a node has a segment of this number."""
     return number < SEGMENTS

@@ -185,8 +185,10 @@ class _Attempt:
                     return attempt_store, words
             waited = monotonic() - began
             if waited > timeout_seconds:
-                is_listed = attempt_store is not None and not attempt_store.check([ANSWER])
-                raise self._late((_missing(attempt_store, self._keys) if is_listed else []) or [0], timeout_seconds)
+                missing: list[int] = []
+                if attempt_store is not None and not attempt_store.check([ANSWER]):
+                    missing = _missing(attempt_store, self._keys)
+                raise self._late(missing or [0], timeout_seconds)  # rank 0 has not come, or was followed by another
             pause(waited)
 
     def _enter(self, leader_word: bytes) -> Any:
