@@ -6,6 +6,7 @@ import argparse
 import importlib
 import inspect
 import os
+import resource
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ MODELS = {
 }
 ALONE, DDP = "alone", "DDP"
 PHASES = ("forward", "backward", "optimizer")
+COSTS = ("processor", "others", "switches")  # of a step; see ``costs``
 POWERSGD_RANK = 4
 # hvdkit's codecs by the names that they have here: the attribute of hvd.Compression, and its parameters.
 CODECS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,13 +113,13 @@ def work(args: argparse.Namespace) -> None:
             trained = data_parallel(model, args.compression)
 
     data = torch.Generator().manual_seed(rank)
-    seconds, processor = [], 0.0
+    seconds, before = [], [0.0, 0.0, 0.0]
     for step in range(args.warmup_steps + args.steps):
         batch = load.batch(data)
         if step == args.warmup_steps and args.worker == "alone":
             dist.barrier()  # all ranks compute at the same time from here on
         if step == args.warmup_steps:
-            processor = time.process_time()
+            before = costs()
         times = [time.perf_counter()]
         optimizer.zero_grad()
         loss = load.loss(trained, *batch)
@@ -130,13 +132,26 @@ def work(args: argparse.Namespace) -> None:
         times.append(time.perf_counter())
         if step >= args.warmup_steps:
             seconds.append(np.diff(times).tolist())
-    processor = (time.process_time() - processor) / args.steps
+    processor, others, switches = (np.subtract(costs(), before) / args.steps).tolist()
     weights = sum(parameter.detach().double().sum().item() for parameter in model.parameters())
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    figures = {"seconds": seconds, "processor": processor, "weights": weights, "parameters": parameters}
+    figures = {
+        "seconds": seconds,
+        "processor": processor,
+        "others": others,
+        "switches": switches,
+        "weights": weights,
+        "parameters": parameters,
+    }
     jobs.report(args.report, rank, figures)
     del trained  # DDP must let go of its process group before that is destroyed, or the exit may hang
     close()
+
+
+def costs() -> list[float]:
+    """Return what this process has used: CPU seconds, those of threads other than this one, voluntary switches."""
+    seconds = time.process_time()
+    return [seconds, seconds - time.thread_time(), float(resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw)]
 
 
 def codec(hvd: Any, name: str, **more: Any) -> Any:
@@ -181,6 +196,8 @@ def digest(peer: Peer, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "parameters": reports[0]["parameters"],
         "milliseconds": phases.sum(axis=1).tolist(),
         "processor": 1e3 * float(np.mean([one["processor"] for one in reports])),
+        "others": 1e3 * float(np.mean([one["others"] for one in reports])),
+        "switches": float(np.mean([one["switches"] for one in reports])),
         "phases": dict(zip(PHASES, np.median(phases, axis=0).tolist(), strict=True)),
     }
 
@@ -198,7 +215,7 @@ def summarise(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> list[di
             "peer": name,
             "milliseconds": common.spread(value for one in rounds for value in one[name]["milliseconds"]),
             "phases": {key: float(np.median([one[name]["phases"][key] for one in rounds])) for key in PHASES},
-            "processor": float(np.median([one[name]["processor"] for one in rounds])),
+            **{key: float(np.median([one[name][key] for one in rounds])) for key in COSTS},
             "efficiency": common.paired_ratio(by_round, ALONE, name),
             "time_ratio_to_ddp": common.paired_ratio(by_round, name, DDP),
         }
@@ -206,7 +223,16 @@ def summarise(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> list[di
     ]
 
 
-HEADERS = ["peer", "ms/step", "quartiles", "CPU ms", "efficiency (alone / peer)", "time / DDP"]
+HEADERS = [
+    "peer",
+    "ms/step",
+    "quartiles",
+    "CPU ms",
+    "of other threads",
+    "switches",
+    "efficiency (alone / peer)",
+    "time / DDP",
+]
 
 
 def row(entry: dict[str, Any]) -> list[str]:
@@ -216,7 +242,7 @@ def row(entry: dict[str, Any]) -> list[str]:
         entry["peer"],
         f"{pooled['median']:.0f}",
         f"{pooled['q1']:.0f} to {pooled['q3']:.0f}",
-        f"{entry['processor']:.0f}",
+        *(f"{entry[key]:.0f}" for key in COSTS),
         common.show_ratio(entry["efficiency"]),
         common.show_ratio(entry["time_ratio_to_ddp"]),
     ]

@@ -74,7 +74,8 @@ class NodePass:
         self._withdrawn = False
         self.me = self.members.index(transport.rank)
         self._transport, self._segment = transport, segment
-        self._wakeups = transport.wakeups_of([rank for rank in self.members if rank != transport.rank])
+        self._others = [(place, rank) for place, rank in enumerate(self.members) if rank != transport.rank]
+        self._wakeups = transport.wakeups_of([rank for _, rank in self._others])
         count = len(self.members)
         offsets, block_bytes = block_offsets(slots, holds_all)
         cells_bytes = 2 * count * CELLS * CACHE_LINE
@@ -179,11 +180,11 @@ class NodePass:
         cells.set(first + me * CELLS, own)
         for wakeup in self._wakeups:
             wakeup.ring()
-        return [
-            CellWait(cells, first + rank * CELLS, wanted, member)
-            for rank, member in enumerate(self.members)
-            if rank != me and cells.get(first + rank * CELLS) < wanted  # else there is nothing to wait for
-        ]
+        waits: list[Transfer] = []
+        for place, rank in self._others:
+            if cells.get(first + place * CELLS) < wanted:
+                waits.append(CellWait(cells, first + place * CELLS, wanted, rank))
+        return waits
 
     def give_back(self) -> None:
         """Give this rank's small gradients and chunks back to the system until they are used."""
