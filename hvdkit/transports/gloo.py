@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hvdkit.errors import AuthenticationError, PeerLostError, TransportUnavailableError
-from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
+from hvdkit.transports.base import Bytes, Transfer, Transport
 from hvdkit.transports.control import ControlConnections
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.admission import NEVER, Admission, prove

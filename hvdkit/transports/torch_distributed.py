@@ -7,8 +7,8 @@ from typing import Any
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.base import DeviceCollectives
 from hvdkit.transports.gloo import GlooTransport, open_gloo
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 from hvdkit.transports.security.admission import STRANGERS, Admission, SealedStore, admit
 from hvdkit.transports.security.credentials import Credentials

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.repetitions import Content, most_bytes
 from hvdkit.kernels import ReduceOp, as_real
-from hvdkit.transports.base import DeviceCollectives
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 
 def _zeros_for(signature: Signature) -> list[Array]:

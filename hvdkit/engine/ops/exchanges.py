@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,7 +20,9 @@ from hvdkit.engine.ops.allreduce import state_for
 from hvdkit.engine.ops.batch import Batch, Kind, Requests
 from hvdkit.engine.ops.requests import Key, Request
 from hvdkit.engine.ranks.assignments import Assignments
-from hvdkit.transports.base import DeviceCollectives
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 
 def _details_of_all(assignments: Assignments, key: Key, requests: Requests) -> list[Any]:
