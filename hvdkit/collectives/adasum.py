@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.exchange import scale_in_place
+from hvdkit.collectives.exchange import SCRATCH, scale_in_place
 from hvdkit.collectives.group import Array, Group, Steps
-from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.kernels import Scale
 
 

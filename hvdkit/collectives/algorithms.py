@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdkit.collectives.broadcast import tree_broadcast
 from hvdkit.collectives.exchange import (
+    SCRATCH,
     Rounds,
     alltoall,
     chunks_of,
@@ -23,9 +23,9 @@ from hvdkit.collectives.exchange import (
     encode_all,
     exchange_and_reduce,
     room_for_payloads,
+    tree_broadcast,
 )
 from hvdkit.collectives.group import Array, Group, Steps, partition
-from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
 

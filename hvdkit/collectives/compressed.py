@@ -20,10 +20,9 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.exchange import scale_in_place
+from hvdkit.collectives.exchange import SCRATCH, scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
-from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Cast, Codec, CodecState, LinearCodec, LossyCodec, PayloadCodec, Tally, frames
+from hvdkit.compression import CASTS, Cast, Codec, CodecState, LossyCodec, PayloadCodec, PowerSGD, Tally, frames
 from hvdkit.compression.state import TURN
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -153,7 +152,7 @@ def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag:
     wire.give_back()
 
 
-def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, state: CodecState) -> Steps[None]:
+def _sums(group: Group, values: Array, scale: Scale, codec: PowerSGD, tag: int, state: CodecState) -> Steps[None]:
     vectors, tally = codec.sums(values, scale, state), state.tally
     while True:
         started = perf_counter()

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.broadcast import broadcast
 from hvdkit.collectives.compressed import compressed_reduce_scatter
-from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
+from hvdkit.collectives.exchange import allgather, alltoall, broadcast, reduce_scatter
 from hvdkit.collectives.group import Array, Steps
 from hvdkit.collectives.hierarchical import nodes_of
 from hvdkit.compression import PayloadCodec
