@@ -203,15 +203,6 @@ def _part(buffer: Array, chunks: tuple[int, int], parts: int) -> Array:
     return buffer[bounds[chunks[0]][0] : bounds[chunks[1] - 1][1]]
 
 
-def opponents(rank: int, size: int) -> list[int | None]:
-    """Return the opponent of ``rank`` in each round, or None where it sits out."""
-    # The last seat stays, the others turn by one each round; with an odd size that seat is empty.
-    turning = size - 1 + size % 2
-    seats = [turn if rank == turning else (2 * turn - rank) % turning for turn in range(turning)]
-    seats = [turning if seat == rank else seat for seat in seats]
-    return [seat if seat < size else None for seat in seats]
-
-
 def round_robin_allreduce(
     group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
 ) -> Steps[None]:
@@ -221,7 +212,11 @@ def round_robin_allreduce(
     Rabenseifner and Gropp, 2005): in each of P - 1 rounds (P if P is odd, where each rank sits out one) every rank
     exchanges chunks with one other rank. Chunks are reduced when all have come.
     """
-    rounds = [[peer] for peer in opponents(group.rank, group.size) if peer is not None]
+    # The last seat stays, the others turn by one each round; with an odd size that seat is empty.
+    turning = group.size - 1 + group.size % 2
+    seats = [turn if group.rank == turning else (2 * turn - group.rank) % turning for turn in range(turning)]
+    opponents = [turning if seat == group.rank else seat for seat in seats]
+    rounds = [[opponent] for opponent in opponents if opponent < group.size]
     return two_phase_allreduce(group, buffer, op, scale, codec, tag, rounds)
 
 

@@ -172,10 +172,6 @@ class GlooTransport(Transport):
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         """Complete these transfers on a waiter thread, then call the waker."""
-        # A transfer with ``awaited`` is done when others are, which are watched by themselves.
-        transfers = [transfer for transfer in transfers if not hasattr(transfer, "awaited")]
-        if not transfers:
-            return
 
         def wait_for_all() -> None:
             for transfer in transfers:

@@ -137,10 +137,8 @@ class DeviceTransfer:
 
     def wait(self) -> None:
         """Block until done, on a waiter thread. ``done()`` raises an error."""
-        try:
+        with suppress(RuntimeError):
             self.end.synchronize()
-        except RuntimeError:
-            return
 
 
 def collective_failed(error: RuntimeError) -> PeerLostError:
