@@ -21,7 +21,6 @@ from hvdkit.collectives.exchange import (
     chunks_of,
     decode_final,
     encode_all,
-    exchange_and_reduce,
     room_for_payloads,
     tree_broadcast,
 )
@@ -53,7 +52,10 @@ def two_phase_allreduce(
     """Send chunk p to rank p, which reduces it in rank order and sends the result to all; in ``rounds`` if given."""
     chunks = chunks_of(buffer, group.size)
     scratch, encoded = encode_all(codec, chunks)
-    own = yield from exchange_and_reduce(group, encoded, chunks[group.rank], op, scale, codec, tag, rounds)
+    room, payloads = room_for_payloads(group, encoded[group.rank])
+    yield from alltoall(group, encoded, payloads, tag, rounds)
+    own = codec.reduce_encoded(payloads, encoded[group.rank], chunks[group.rank], op, scale)
+    SCRATCH.give_back(room)
     encoded[group.rank] = own
     yield from alltoall(group, [own] * group.size, encoded, tag + 1, rounds)
     decode_final(codec, encoded, chunks)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hvdkit import kernels
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition
-from hvdkit.compression import CASTS, Cast
+from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Bytes, aligned_empty
 
@@ -107,30 +107,15 @@ def alltoall(
         yield transfers
 
 
-def exchange_and_reduce(
-    group: Group,
-    encoded: Sequence[Array],
-    own: Array,
-    op: ReduceOp,
-    scale: Scale,
-    codec: Cast,
-    tag: int,
-    rounds: Rounds = None,
-) -> Steps[Array]:
-    """Send payload p to rank p. Return the payload of the reduced chunk of this rank; ``own`` is overwritten."""
-    scratch, payloads = room_for_payloads(group, encoded[group.rank])
-    yield from alltoall(group, encoded, payloads, tag, rounds)
-    result = codec.reduce_encoded(payloads, encoded[group.rank], own, op, scale)
-    SCRATCH.give_back(scratch)
-    return result
-
-
 def reduce_scatter(group: Group, buffer: Array, bounds: Runs, op: ReduceOp, scale: Scale, tag: int) -> Steps[Array]:
     """Reduce ``buffer`` (flat) in rank order; return this rank's part of it. Sends n (P - 1) / P bytes a rank."""
     chunks = [buffer[start:stop] for start, stop in bounds]
     own = chunks[group.rank]
     if group.size > 1:
-        yield from exchange_and_reduce(group, chunks, own, op, scale, CASTS["none"], tag)
+        scratch, parts = room_for_payloads(group, own)
+        yield from alltoall(group, chunks, parts, tag)
+        kernels.reduce_into(own, parts, op, scale)
+        SCRATCH.give_back(scratch)
     else:
         scale_in_place(own, scale)
     return own
