@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.collectives.adasum import adasum, combine
+from hvdkit.collectives.algorithms import adasum, combine
 from hvdkit.collectives.exchange import (
     allgather,
     alltoall,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.adasum import adasum
+from hvdkit.collectives.algorithms import adasum
 from hvdkit.collectives.compressed import allreduce_encoded
 from hvdkit.collectives.exchange import SCRATCH
 from hvdkit.collectives.group import Array, Steps, partition
