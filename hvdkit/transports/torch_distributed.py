@@ -31,15 +31,12 @@ class TorchTransport(GlooTransport):
             admission = admit(store, world, credentials, generation, address, start_timeout_seconds)
             gloo_store = SealedStore(admission.store, "gloo", admission.session)
             group = open_gloo(gloo_store, world.rank, world.size, addresses, start_timeout_seconds)
-        except TransportUnavailableError as error:
+        except BaseException as error:
             listener.close()
-            if ranks := refused_ranks(world):
-                raise AuthenticationError(
-                    f"who says to be rank {ranks[0]} does not know the job's secret.\n{STRANGERS}"
-                ) from error
-            raise
-        except BaseException:
-            listener.close()
+            refused = refused_ranks(world) if isinstance(error, TransportUnavailableError) else []
+            if refused:
+                problem = f"who says to be rank {refused[0]} does not know the job's secret.\n{STRANGERS}"
+                raise AuthenticationError(problem) from error
             raise
         super().__init__(world.rank, world.size, group, gloo_store, listener, admission)
         self._admission: Admission | None = admission
