@@ -7,8 +7,7 @@ that the ranks share; one line says why.
 - Allocations (``csrc/hook``): ``posix_memalign`` and ``free`` are replaced in the import table of PyTorch's libc10, and
   nowhere else. The arena serves allocations of registered parameters' sizes, from 64 KiB on, by a thread that is in a
   backward pass. Another allocator, a sanitizer, a profiler, an unknown processor or another libc leaves no arena; nor
-  do the aarch64 wheels of PyTorch (read for 2.13), which have mimalloc inside libc10. A PyTorch built there without
-  mimalloc has the same table as on x86-64.
+  do the aarch64 wheels of PyTorch (read for 2.13), which have mimalloc inside libc10.
 - Blocks (``csrc/arena``): whole pages, the best fit among those that the system has given already, else new ones that
   are populated at once, since touching memory that is not there would be fatal. A block that no step has needed for 64
   steps goes back to the system, and all free blocks when a lane is closed. glibc learns from the first large blocks
@@ -16,9 +15,8 @@ that the ranks share; one line says why.
   of each size, or activations would be faulted in page by page in each step (5 ms of 340).
 - Pins: a block that was handed over stays until all ranks are through with it, whatever becomes of the tensor
   (``share_memory_()`` and ``set_()`` swap a storage's pointer).
-- Hand-over (``torch/gradients/planned``): during the backward pass, as each gradient is complete; where the ranks'
-  threads have every core of their one host, when the step is completed (``Lane.takes_turns``: 2.4 ms in place of 3.7
-  for 99 gradients), as for a gradient outside the arena, whose memory is not ours to keep.
+- Hand-over: in the backward pass, or where ranks take turns (``Lane.takes_turns``), when the step is completed, which
+  takes 2.4 ms in place of 3.7 for 99 gradients.
 - Copies (``torch/gradients/layout``): a gradient whose storage another tensor holds too may still be read by the
   backward pass, or be another parameter's gradient as well. It is copied, and gets its result when backward is over.
 - A failed step: each rank first takes back that it was ready (``NodePass.withdraw``), so that a rank which read its

@@ -2,7 +2,7 @@
 
 n is the bytes of a tensor's payload, P the number of ranks. Unless a docstring says otherwise, each rank sends
 2 n (P - 1) / P bytes, the least possible (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations"). All use ``tag`` and ``tag + 1``.
+clusters of workstations"). All but ``adasum`` use ``tag`` and ``tag + 1``.
 
 ``all_to_all``, ``two_phase``, ``round_robin`` and ``master_worker`` sum in rank order, give the bits that one process
 gives, and round half precision once. ``ring``, ``tree`` and ``butterfly`` give other bits, the same on all ranks and in
@@ -11,21 +11,25 @@ every run; they round partial sums to the type that travels at each hop.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdkit.collectives.broadcast import tree_broadcast
+import numpy as np
+
+from hvdkit import kernels
 from hvdkit.collectives.exchange import (
+    SCRATCH,
     Rounds,
     alltoall,
     chunks_of,
     decode_final,
     encode_all,
-    exchange_and_reduce,
     room_for_payloads,
+    scale_in_place,
+    tree_broadcast,
 )
 from hvdkit.collectives.group import Array, Group, Steps, partition
-from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
 
@@ -53,7 +57,10 @@ def two_phase_allreduce(
     """Send chunk p to rank p, which reduces it in rank order and sends the result to all; in ``rounds`` if given."""
     chunks = chunks_of(buffer, group.size)
     scratch, encoded = encode_all(codec, chunks)
-    own = yield from exchange_and_reduce(group, encoded, chunks[group.rank], op, scale, codec, tag, rounds)
+    room, payloads = room_for_payloads(group, encoded[group.rank])
+    yield from alltoall(group, encoded, payloads, tag, rounds)
+    own = codec.reduce_encoded(payloads, encoded[group.rank], chunks[group.rank], op, scale)
+    SCRATCH.give_back(room)
     encoded[group.rank] = own
     yield from alltoall(group, [own] * group.size, encoded, tag + 1, rounds)
     decode_final(codec, encoded, chunks)
@@ -203,15 +210,6 @@ def _part(buffer: Array, chunks: tuple[int, int], parts: int) -> Array:
     return buffer[bounds[chunks[0]][0] : bounds[chunks[1] - 1][1]]
 
 
-def opponents(rank: int, size: int) -> list[int | None]:
-    """Return the opponent of ``rank`` in each round, or None where it sits out."""
-    # The last seat stays, the others turn by one each round; with an odd size that seat is empty.
-    turning = size - 1 + size % 2
-    seats = [turn if rank == turning else (2 * turn - rank) % turning for turn in range(turning)]
-    seats = [turning if seat == rank else seat for seat in seats]
-    return [seat if seat < size else None for seat in seats]
-
-
 def round_robin_allreduce(
     group: Group, buffer: Array, op: ReduceOp, scale: Scale, codec: Cast, tag: int
 ) -> Steps[None]:
@@ -221,7 +219,11 @@ def round_robin_allreduce(
     Rabenseifner and Gropp, 2005): in each of P - 1 rounds (P if P is odd, where each rank sits out one) every rank
     exchanges chunks with one other rank. Chunks are reduced when all have come.
     """
-    rounds = [[peer] for peer in opponents(group.rank, group.size) if peer is not None]
+    # The last seat stays, the others turn by one each round; with an odd size that seat is empty.
+    turning = group.size - 1 + group.size % 2
+    seats = [turn if group.rank == turning else (2 * turn - group.rank) % turning for turn in range(turning)]
+    opponents = [turning if seat == group.rank else seat for seat in seats]
+    rounds = [[opponent] for opponent in opponents if opponent < group.size]
     return two_phase_allreduce(group, buffer, op, scale, codec, tag, rounds)
 
 
@@ -247,3 +249,39 @@ def master_worker_allreduce(
         yield [group.isend(payload, MASTER, tag)]
         yield [group.irecv(payload, MASTER, tag + 1)]
     decode_final(codec, [payload], [buffer])
+
+
+def combine(lower: Array, higher: Array) -> Array:
+    """Return (1 - l.h / 2 l.l) l + (1 - l.h / 2 h.h) h, computed in float64, in the dtype of the arguments.
+
+    A vector of zeros leaves the other vector as it is. Two ranks compute it, each for itself, with the same bits.
+    """
+    with kernels.DefaultFloats():
+        low, high = lower.astype(np.float64), higher.astype(np.float64)
+        # Not by BLAS, whose order of additions depends on the settings of its threads.
+        pairs = ((low, high), (low, low), (high, high))
+        dot, low_square, high_square = (float(np.einsum("i,i->", *pair)) for pair in pairs)
+        low_factor = 1.0 if low_square == 0.0 else 1.0 - dot / (2.0 * low_square)
+        high_factor = 1.0 if high_square == 0.0 else 1.0 - dot / (2.0 * high_square)
+        result: Array = (low_factor * low + high_factor * high).astype(lower.dtype)
+    return result
+
+
+def adasum(group: Group, buffer: Array, lengths: Sequence[int], scale: Scale, tag: int) -> Steps[None]:
+    """Replace ``buffer`` (flat tensors of ``lengths`` elements, one after the other) by the ranks' Adasum.
+
+    Adasum (Maleki et al., 2020) adds gradients where they are orthogonal, and averages them where they agree. Pairs
+    combine, then pairs of pairs, each tensor by itself. The number of ranks must be a power of two. Sends n log2 P
+    bytes a rank. Uses tags from ``tag`` to ``tag + 6``.
+    """
+    assert group.size & (group.size - 1) == 0
+    scratch = SCRATCH.take(buffer.nbytes)
+    other = scratch[: buffer.nbytes].view(buffer.dtype)
+    for level in range(group.size.bit_length() - 1):
+        peer = group.rank ^ (1 << level)
+        yield [group.irecv(other, peer, tag + level % 7), group.isend(buffer, peer, tag + level % 7)]
+        lower, higher = (buffer, other) if group.rank < peer else (other, buffer)
+        for start, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
+            buffer[start:end] = combine(lower[start:end], higher[start:end])
+    SCRATCH.give_back(scratch)
+    scale_in_place(buffer, scale)

@@ -20,10 +20,10 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.exchange import scale_in_place
+from hvdkit.collectives.exchange import SCRATCH, scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
-from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Cast, Codec, CodecState, LinearCodec, LossyCodec, PayloadCodec, Tally, frames
+from hvdkit.compression import CASTS, Cast, Codec, CodecState, LossyCodec, PayloadCodec, PowerSGD, Tally, frames
+from hvdkit.compression.codec import converted
 from hvdkit.compression.state import TURN
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -65,14 +65,6 @@ def _counted(group: Group, nbytes: float, tally: Tally) -> Iterator[Group]:
     group.bytes_sent += wire.bytes_sent
 
 
-def _as_float32(values: Array) -> Array:
-    if values.dtype == np.float32:
-        return values
-    converted = np.empty(values.shape, dtype=np.float32)
-    kernels.convert_into(converted, values)
-    return converted
-
-
 def _allreduce_lossy(
     group: Group, flat: Array, scale: Scale, codec: LossyCodec, tag: int, state: CodecState | None
 ) -> Steps[None]:
@@ -80,7 +72,7 @@ def _allreduce_lossy(
         scale_in_place(flat, scale)
         return
     state = state or CodecState(flat.size)
-    values = _as_float32(flat)
+    values = flat if flat.dtype == np.float32 else converted(flat, np.float32)
     state.turn, state.salt = int(state.recall(TURN) or state.turn), 2 * group.rank
     started = perf_counter()
     codec.prepare(values, state, group.size)
@@ -133,7 +125,7 @@ def compressed_reduce_scatter(
 
     The first of two phases: each rank's own part is added as it is, and no residual is kept.
     """
-    values = _as_float32(flat)
+    values = flat if flat.dtype == np.float32 else converted(flat, np.float32)
     state.salt = 2 * group.rank
     if group.size > 1:
         with _counted(group, two_phase_bytes(flat.nbytes, group.size) / 2, state.tally) as wire:
@@ -153,7 +145,7 @@ def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag:
     wire.give_back()
 
 
-def _sums(group: Group, values: Array, scale: Scale, codec: LinearCodec, tag: int, state: CodecState) -> Steps[None]:
+def _sums(group: Group, values: Array, scale: Scale, codec: PowerSGD, tag: int, state: CodecState) -> Steps[None]:
     vectors, tally = codec.sums(values, scale, state), state.tally
     while True:
         started = perf_counter()

@@ -1,18 +1,54 @@
-"""Allgather, alltoall and reduce-scatter, all at once, and the parts that allreduce algorithms share."""
+"""Broadcast, allgather, alltoall and reduce-scatter, and the parts that allreduce algorithms share."""
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 
 from hvdkit import kernels
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition
-from hvdkit.collectives.scratch import SCRATCH
-from hvdkit.compression import CASTS, Cast
+from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from hvdkit.transports.base import Bytes
+from hvdkit.transports.base import Bytes, aligned_empty
 
 # The peers of each round of an exchange; None: all peers at once.
 Rounds = Sequence[Sequence[int]] | None
+
+SCATTER_BYTES = 512 * 1024  # from this size on a broadcast is a scatter and an allgather
+SMALLEST = 4096  # bytes of scratch memory
+KEPT_BYTES = 64 * 1024 * 1024
+
+
+class Scratch:
+    """A lender of flat byte buffers in sizes of powers of two, which keeps at most ``KEPT_BYTES`` that come back.
+
+    Fresh pages would cost more than the pass over them.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Bytes]] = defaultdict(list)
+        self._kept = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return a buffer of at least ``nbytes`` bytes, for the caller to slice, and to give back as a whole."""
+        size = max(SMALLEST, 1 << max(0, nbytes - 1).bit_length())
+        with self._lock:
+            if self._free[size]:
+                self._kept -= size
+                return self._free[size].pop()
+        return aligned_empty(size)
+
+    def give_back(self, buffer: Bytes) -> None:
+        """Take a buffer back."""
+        with self._lock:
+            if self._kept + buffer.nbytes <= KEPT_BYTES:
+                self._kept += buffer.nbytes
+                self._free[buffer.nbytes].append(buffer)
+
+
+SCRATCH = Scratch()
 
 
 def chunks_of(buffer: Array, parts: int) -> list[Array]:
@@ -71,30 +107,55 @@ def alltoall(
         yield transfers
 
 
-def exchange_and_reduce(
-    group: Group,
-    encoded: Sequence[Array],
-    own: Array,
-    op: ReduceOp,
-    scale: Scale,
-    codec: Cast,
-    tag: int,
-    rounds: Rounds = None,
-) -> Steps[Array]:
-    """Send payload p to rank p. Return the payload of the reduced chunk of this rank; ``own`` is overwritten."""
-    scratch, payloads = room_for_payloads(group, encoded[group.rank])
-    yield from alltoall(group, encoded, payloads, tag, rounds)
-    result = codec.reduce_encoded(payloads, encoded[group.rank], own, op, scale)
-    SCRATCH.give_back(scratch)
-    return result
-
-
 def reduce_scatter(group: Group, buffer: Array, bounds: Runs, op: ReduceOp, scale: Scale, tag: int) -> Steps[Array]:
     """Reduce ``buffer`` (flat) in rank order; return this rank's part of it. Sends n (P - 1) / P bytes a rank."""
     chunks = [buffer[start:stop] for start, stop in bounds]
     own = chunks[group.rank]
     if group.size > 1:
-        yield from exchange_and_reduce(group, chunks, own, op, scale, CASTS["none"], tag)
+        scratch, parts = room_for_payloads(group, own)
+        yield from alltoall(group, chunks, parts, tag)
+        kernels.reduce_into(own, parts, op, scale)
+        SCRATCH.give_back(scratch)
     else:
         scale_in_place(own, scale)
     return own
+
+
+def broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
+    """Replace ``buffer`` (flat) on every rank by the root's. Uses ``tag`` and ``tag + 1``.
+
+    Through the busiest rank go n log2 P bytes along a tree, or 2 n (P - 1) / P by scatter and allgather (van de Geijn;
+    Barnett et al., 1994).
+    """
+    if group.size == 1 or buffer.size == 0:
+        return
+    if group.size > 2 and buffer.nbytes >= SCATTER_BYTES:
+        yield from scatter_allgather_broadcast(group, buffer, root, tag)
+    else:
+        yield from tree_broadcast(group, buffer, root, tag)
+
+
+def tree_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
+    """Broadcast along a binomial tree: in round k, the 2**k ranks that have the data send it to the next 2**k."""
+    virtual_rank = (group.rank - root) % group.size
+    reach = 1 << (group.size - 1).bit_length()  # the least power of two that is no less than the size
+    transfers = []
+    while reach > 1:
+        half = reach // 2
+        if virtual_rank % reach == half:
+            yield [group.irecv(buffer, (group.rank - half) % group.size, tag)]
+        elif virtual_rank % reach == 0 and virtual_rank + half < group.size:
+            transfers.append(group.isend(buffer, (group.rank + half) % group.size, tag))
+        reach = half
+    yield transfers
+
+
+def scatter_allgather_broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:
+    """Send every rank one chunk from the root, then let all ranks gather the chunks from each other."""
+    chunks = chunks_of(buffer, group.size)
+    own = chunks[group.rank]
+    if group.rank == root:
+        yield [group.isend(chunks[peer], peer, tag) for peer in group.peers if chunks[peer].size]
+    elif own.size:
+        yield [group.irecv(own, root, tag)]
+    yield from allgather(group, own, chunks, tag + 1)

@@ -15,7 +15,7 @@ import ast
 
 from hvdkit.compression.codec import CASTS, Cast, Codec
 from hvdkit.compression.dgc import DGC
-from hvdkit.compression.lossy import CustomCodec, LinearCodec, LossyCodec, PayloadCodec
+from hvdkit.compression.lossy import CustomCodec, LossyCodec, PayloadCodec
 from hvdkit.compression.low_rank import PowerSGD
 from hvdkit.compression.quantised import Int4, Int8, OneBit
 from hvdkit.compression.random_k import RandomK
@@ -23,8 +23,8 @@ from hvdkit.compression.sparse import Threshold, TopK
 from hvdkit.compression.state import CodecState, Tally
 
 __all__ = [
-    "CASTS", "DGC", "Cast", "Codec", "CodecState", "Codecs", "CustomCodec", "Int4", "Int8", "LinearCodec", "LossyCodec",
-    "OneBit", "PayloadCodec", "PowerSGD", "RandomK", "Tally", "Threshold", "TopK", "codec_with_summary",
+    "CASTS", "DGC", "Cast", "Codec", "CodecState", "Codecs", "CustomCodec", "Int4", "Int8", "LossyCodec", "OneBit",
+    "PayloadCodec", "PowerSGD", "RandomK", "Tally", "Threshold", "TopK", "codec_with_summary",
 ]  # fmt: skip
 
 

@@ -108,6 +108,13 @@ class Cast(Codec):
         kernels.reduce_into(out, list(payloads), op, scale)
 
 
+def converted(values: Array, dtype: npt.DTypeLike) -> Array:
+    """Return floats of one type as a new array of another."""
+    result = np.empty(values.shape, dtype)
+    kernels.convert_into(result, values)
+    return result
+
+
 class HalfCast(Cast):
     """A cast of float32 and float64 to 16 bits, summed in float32; other types travel as they are."""
 
@@ -138,10 +145,7 @@ class HalfCast(Cast):
 
     def decode_reduce(self, payloads: Sequence[Array], out: Array, op: ReduceOp, scale: Scale) -> None:
         if out.dtype == np.float64:
-            wide = [np.empty(out.shape, dtype=np.float64) for _ in payloads]
-            for values, payload in zip(wide, payloads, strict=True):
-                kernels.convert_into(values, payload)
-            payloads = wide
+            payloads = [converted(payload, out.dtype) for payload in payloads]
         super().decode_reduce(payloads, out, op, scale)
 
 

@@ -87,7 +87,7 @@ class DGC(TopK):
         """Encode as top-k does; zero the velocity of values that are sent."""
         nbytes = super().encode_into(payload, values, state)
         if (velocity := state.arrays.get(VELOCITY)) is not None:
-            pairs = pairs_in(payload)
+            pairs = pairs_in(payload[:nbytes], values.size)
             sent = np.isfinite(values) if pairs is None else pairs[0][np.isfinite(pairs[1])]
             velocity[sent] = 0.0
         return nbytes

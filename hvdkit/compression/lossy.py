@@ -1,12 +1,9 @@
-"""The parents of lossy codecs: of hvdkit's, which send payloads of bytes or sums of vectors, and of users' own.
-
-And checks of their arguments.
-"""
+"""The parents of lossy codecs, of hvdkit's and of users' own, and checks of their arguments."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,21 +64,6 @@ class LossyCodec(Codec):
 
     def prepare(self, values: Array, state: CodecState, ranks: int) -> None:
         """Change this rank's gradient, in place, before it is summed with those of ``ranks`` ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearCodec(LossyCodec):
-    """A codec that sends vectors, of which plain sums are taken one after the other."""
-
-    @abstractmethod
-    def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
-        """Replace ``values`` (flat float32) by ``scale`` times the approximation of their sum over all ranks.
-
-        Yields at most two flat float32 vectors, of lengths that all ranks know, which the caller sums in place.
-        """
-
-    def way(self, elements: int, ranks: int) -> tuple[str, str]:
-        return "sums", "vectors are summed"
 
 
 @dataclass(frozen=True, kw_only=True)

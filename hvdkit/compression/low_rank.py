@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.compression.codec import Array
-from hvdkit.compression.lossy import LARGEST_SEED, LinearCodec, check_integer
+from hvdkit.compression.lossy import LARGEST_SEED, LossyCodec, check_integer
 from hvdkit.compression.state import CodecState, Key
 from hvdkit.kernels import Scale
 
@@ -21,7 +21,7 @@ RIGHT = "right"
 
 
 @dataclass(frozen=True)
-class PowerSGD(LinearCodec):
+class PowerSGD(LossyCodec):
     """The product of ``rank`` vectors as long as a column and as many as long as a row, by one step of power iteration.
 
     A tensor is a matrix whose rows are its first dimension. All of a bucket's tensors travel in two plain sums: first
@@ -54,6 +54,9 @@ class PowerSGD(LinearCodec):
         """Return the number of vectors that stand for a matrix; 0 where they would not be smaller."""
         return self.rank if self.rank * (rows + cols) < rows * cols else 0
 
+    def way(self, elements: int, ranks: int) -> tuple[str, str]:
+        return "sums", "vectors are summed"
+
     def sent_bytes(self, elements: int, state: CodecState | None = None) -> int:
         return 4 * (elements if state is None else sum(self.sent_elements(state.matrices())))
 
@@ -84,7 +87,8 @@ class PowerSGD(LinearCodec):
     def sums(self, values: Array, scale: Scale, state: CodecState) -> Iterator[Array]:
         """Replace the tensors in ``values`` by ``scale`` times their sums over all ranks, in ``rank`` vectors.
 
-        Where any rank's gradient is not finite, the tensor becomes NaN on all ranks, which keep their state.
+        Yields two flat float32 vectors, of lengths that all ranks know, which the caller sums in place. Where any
+        rank's gradient is not finite, the tensor becomes NaN on all ranks, which keep their state.
         """
         first, second = (np.empty(count, dtype=np.float32) for count in self.sent_elements(state.matrices()))
         matrices = self._matrices(values, state, first, second)

@@ -63,18 +63,18 @@ def room_for_pairs(payload: Bytes, capacity: int) -> tuple[Array, Array]:
     return payload[_HEAD:middle].view(np.uint32), payload[middle:end].view(np.float32)
 
 
-def pairs_in(payload: Bytes, received: int | None = None) -> tuple[Array, Array] | None:
-    """Return the indices and values of a payload; None if it has all values.
+def pairs_in(payload: Bytes, elements: int) -> tuple[Array, Array] | None:
+    """Return the indices and values of a payload of ``elements`` elements; None if it has all values.
 
-    Raises ValueError for one, ``received`` and of so many elements, that no encoder wrote.
+    Raises ValueError for a payload that no encoder wrote.
     """
     if payload.nbytes < _HEAD:
         raise ValueError(f"expected at least {_HEAD} bytes, got {payload.nbytes}")
     mode, count = (int(number) for number in payload[:_HEAD].view(np.uint32))
     nbytes = payload.nbytes - _HEAD
-    if received is not None and mode == _ALL and nbytes != 4 * received:
-        raise ValueError(f"expected {4 * received} bytes of values, got {nbytes}")
-    if received is not None and mode != _ALL and (mode != _PAIRS or nbytes != 8 * count):
+    if mode == _ALL and nbytes != 4 * elements:
+        raise ValueError(f"expected {4 * elements} bytes of values, got {nbytes}")
+    if mode != _ALL and (mode != _PAIRS or nbytes != 8 * count):
         raise ValueError(f"expected {count} pairs of 8 bytes, got {nbytes} bytes of mode {mode:#x}")
     return None if mode == _ALL else room_for_pairs(payload, count)
 

@@ -173,11 +173,7 @@ def checksum(array: Array) -> int:
         times = np.arange(len(words), 0, -1, dtype=np.uint64)  # how often the sum of sums counts each word
         weighted += np.uint64(len(words)) * sums + (times[:, None] * words).sum(axis=0, dtype=np.uint64)
         sums += words.sum(axis=0, dtype=np.uint64)
-    return _folded(sums, weighted, data.size)
-
-
-def _folded(sums: Array, weighted: Array, nbytes: int) -> int:
-    result = nbytes
+    result = data.size
     for lane in _ORDER:
         result = (result ^ int(sums[lane])) * 0x9E3779B97F4A7C15 & _MASK
         result ^= result >> 32

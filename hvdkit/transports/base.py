@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.compression import LossyCodec
-from hvdkit.kernels import ReduceOp, Scale
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 Bytes = npt.NDArray[np.uint8]
 Exchange = Callable[[bytes], list[bytes]]  # takes this rank's bytes, and returns the bytes of all ranks
-Pairs = Sequence[tuple[Any, Any]]  # flat arrays in host memory, each with a flat tensor of as many elements on a device
 
 CACHE_LINE = 64
 
@@ -33,101 +32,6 @@ def aligned_empty(nbytes: int, alignment: int = CACHE_LINE) -> Bytes:
     raw = np.empty(nbytes + alignment, dtype=np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + nbytes]
-
-
-class DeviceCollectives(ABC):
-    """Collectives on memory of a device for the ranks of a group, which call them in the same order.
-
-    Buffers are contiguous tensors of a framework. The work waits for the marks ``after``, of which some may be None.
-    """
-
-    @abstractmethod
-    def allocate(self, elements: int, dtype: str) -> Any:
-        """Return flat memory of zeros that can be sliced and assigned to, like an array."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Return a mark behind the work that the calling thread has given the device so far."""
-
-    @abstractmethod
-    def allreduce(
-        self,
-        buffers: Sequence[Any],
-        op: ReduceOp,
-        prescale: float,
-        scale: Scale,
-        codec: str,
-        after: Sequence[Any],
-        memory: Any = None,
-        debtors: Sequence[tuple[int, Any]] = (),
-    ) -> Transfer:
-        """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``.
-
-        ``debtors`` are buffers to which the residual at an offset of ``memory`` is added, behind the prescale.
-        """
-
-    @abstractmethod
-    def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> Any:
-        """Return a codec's arrays of these names on the device, zeros at first, without the elements ``gaps``.
-
-        The result can ``pull`` the arrays into a CodecState of the host, and ``push`` them to the device.
-        """
-
-    @abstractmethod
-    def allreduce_encoded(
-        self,
-        buffer: Any,
-        parts: Sequence[tuple[int, Any]],
-        prescale: float,
-        scale: Scale,
-        codec: LossyCodec,
-        way: str,
-        memory: Any,
-        matrices: Sequence[tuple[int, int, int]],
-        turn: int,
-        after: Sequence[Any],
-        debtors: Sequence[tuple[int, Any]] = (),
-    ) -> Transfer:
-        """Replace tensors by ``scale * prescale`` times their sums, as far as the codec transmits them.
-
-        ``parts`` has each flat tensor with its offset in ``buffer``, whose content is lost. ``way`` is the codec's
-        algorithm (two_phase, gather, sums), ``matrices`` has the offset, rows and columns of matrices, and ``turn``
-        counts earlier reductions of the buffer; these three are the same on all ranks. ``debtors``: see ``allreduce``.
-        """
-
-    @abstractmethod
-    def broadcast(self, buffers: Sequence[Any], root: int, after: Sequence[Any]) -> Transfer:
-        """Replace each buffer by the buffer of the member ``root``."""
-
-    @abstractmethod
-    def allgather(
-        self, buffers: Sequence[Any], rows: Sequence[Sequence[int]], after: Sequence[Any]
-    ) -> tuple[list[Any], Transfer]:
-        """Return new buffers with all members' rows; ``rows[i][p]`` is the first dimension of member p's buffer i."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything; operations in flight are lost."""
-
-
-class HostCopies(ABC):
-    """A queue of copies between tensors of a device and host memory. Only ``close`` blocks."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Return a mark behind the work that the calling thread has given the device so far."""
-
-    @abstractmethod
-    def to_host(self, pairs: Pairs, after: Sequence[Any]) -> Transfer:
-        """Copy tensors into their arrays, behind the marks ``after``, of which some may be None."""
-
-    @abstractmethod
-    def to_device(self, pairs: Pairs) -> Transfer:
-        """Copy arrays into their tensors."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Wait for the copies under way, and release the host's memory. Nothing can be copied afterwards."""
 
 
 class Transport(ABC):

@@ -103,10 +103,6 @@ class ControlConnections:
                 del self._links[link.peer]
             self._do_later(partial(self._end, link))
 
-    def connected(self) -> list[int]:
-        """Return the ranks to which there are connections."""
-        return sorted({link.peer for link in list(self._open) if link.greeted})
-
     def close(self) -> None:
         """Send what is left, for a moment, and end all connections and the thread."""
         self._closing = True

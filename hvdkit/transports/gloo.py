@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hvdkit.errors import AuthenticationError, PeerLostError, TransportUnavailableError
-from hvdkit.transports.base import Bytes, DeviceCollectives, Transfer, Transport
+from hvdkit.transports.base import Bytes, Transfer, Transport
 from hvdkit.transports.control import ControlConnections
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.admission import NEVER, Admission, prove
@@ -171,10 +172,6 @@ class GlooTransport(Transport):
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         """Complete these transfers on a waiter thread, then call the waker."""
-        # A transfer with ``awaited`` is done when others are, which are watched by themselves.
-        transfers = [transfer for transfer in transfers if not hasattr(transfer, "awaited")]
-        if not transfers:
-            return
 
         def wait_for_all() -> None:
             for transfer in transfers:

@@ -75,7 +75,7 @@ _abandoned: list[tuple[list[Any], Any]] = []
 
 
 class MpiTransport(Transport):
-    """The ranks ``members`` of an MPI communicator (all, if None). Construction is collective over them.
+    """The ranks ``members`` of the MPI communicator ``world`` (all, if None). Construction is collective over them.
 
     Raises TransportUnavailableError that names the ranks which did not come in time.
     """
@@ -83,12 +83,11 @@ class MpiTransport(Transport):
     name = "mpi"
     polling = True
 
-    def __init__(self, communicator: Any, members: Sequence[int] | None, start_timeout_seconds: float) -> None:
+    def __init__(self, world: Any, members: Sequence[int] | None, start_timeout_seconds: float) -> None:
         from mpi4py import MPI
 
         if MPI.Is_finalized():
             raise TransportUnavailableError("MPI has been finalized in this process and cannot be started again.")
-        world = MPI.COMM_WORLD if communicator is None else communicator
         self._mpi = MPI
         tag_bound = world.Get_attr(MPI.TAG_UB)
         if tag_bound is not None and tag_bound < LARGEST_TAG:
@@ -108,7 +107,7 @@ class MpiTransport(Transport):
             group.Free()
         self._control = self._data.Dup()
         self.rank, self.size = self._data.Get_rank(), self._data.Get_size()
-        self._outbox: deque[Any] = deque()  # control sends under way, with their payloads
+        self._outbox: list[tuple[Any, bytes]] = []  # control sends under way, with their payloads
         self._inbox: deque[tuple[int, bytearray, Any]] = deque()  # control receives under way
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise TransportUnavailableError(
@@ -134,11 +133,8 @@ class MpiTransport(Transport):
             self._outbox.append((request, payload))
 
     def poll_control(self) -> list[tuple[int, bytes]]:
-        for _ in range(len(self._outbox)):
-            if self._outbox[0][0].Test():
-                self._outbox.popleft()
-            else:
-                self._outbox.rotate(-1)
+        if self._outbox:
+            self._outbox = [(request, payload) for request, payload in self._outbox if not request.Test()]
         status = self._mpi.Status()
         while (message := self._control.Improbe(self._mpi.ANY_SOURCE, CONTROL_TAG, status)) is not None:
             payload = bytearray(status.Get_count(self._mpi.BYTE))

@@ -7,8 +7,8 @@ from typing import Any
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.base import DeviceCollectives
 from hvdkit.transports.gloo import GlooTransport, open_gloo
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 from hvdkit.transports.security.admission import STRANGERS, Admission, SealedStore, admit
 from hvdkit.transports.security.credentials import Credentials
@@ -31,15 +31,12 @@ class TorchTransport(GlooTransport):
             admission = admit(store, world, credentials, generation, address, start_timeout_seconds)
             gloo_store = SealedStore(admission.store, "gloo", admission.session)
             group = open_gloo(gloo_store, world.rank, world.size, addresses, start_timeout_seconds)
-        except TransportUnavailableError as error:
+        except BaseException as error:
             listener.close()
-            if ranks := refused_ranks(world):
-                raise AuthenticationError(
-                    f"who says to be rank {ranks[0]} does not know the job's secret.\n{STRANGERS}"
-                ) from error
-            raise
-        except BaseException:
-            listener.close()
+            refused = refused_ranks(world) if isinstance(error, TransportUnavailableError) else []
+            if refused:
+                problem = f"who says to be rank {refused[0]} does not know the job's secret.\n{STRANGERS}"
+                raise AuthenticationError(problem) from error
             raise
         super().__init__(world.rank, world.size, group, gloo_store, listener, admission)
         self._admission: Admission | None = admission

@@ -11,9 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.collectives.adasum import adasum, combine
-from hvdkit.collectives.broadcast import scatter_allgather_broadcast, tree_broadcast
-from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
+from hvdkit.collectives.algorithms import adasum, combine
+from hvdkit.collectives.exchange import (
+    allgather,
+    alltoall,
+    reduce_scatter,
+    scatter_allgather_broadcast,
+    tree_broadcast,
+)
 from hvdkit.collectives.group import Group, partition
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from tests.collectives.stepping import random_inputs, run_everywhere

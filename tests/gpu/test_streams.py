@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.gpu import streams
-from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
-from hvdkit.transports.gpu.streams import Locked, StreamCopies
+from hvdkit.transports.gpu.streams import HostCopies, Locked
 
 pytestmark = pytest.mark.skipif(not nccl_available(), reason="needs a GPU")
 
@@ -28,7 +28,7 @@ def finish(transfer) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[TorchDeviceCollectives]:
+def alone() -> Iterator[DeviceCollectives]:
     collectives = open_nccl(dist.HashStore(), 0, 1, "cuda:0", 60.0)
     assert collectives is not None
     yield collectives
@@ -41,9 +41,9 @@ def block() -> np.ndarray:
 
 
 @pytest.fixture
-def copies(block: np.ndarray) -> Iterator[StreamCopies]:
+def copies(block: np.ndarray) -> Iterator[HostCopies]:
     device = torch.device("cuda:0")
-    opened = StreamCopies(device, streams.CudaStream(), Locked(block, device))
+    opened = HostCopies(device, streams.CudaStream(), Locked(block, device))
     yield opened
     opened.close()
 

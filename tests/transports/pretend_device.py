@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from hvdkit.engine.steps import registration
-from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.nccl import exchange
-from hvdkit.transports.gpu.streams import StreamCopies
+from hvdkit.transports.gpu.streams import HostCopies
 from hvdkit.transports.torch_distributed import TorchTransport
 from tests import ranks
 from tests.transports.launched import COUNT
@@ -95,13 +95,13 @@ def open_pretend(store, rank, size, device, timeout_seconds):
     if SHARED:
         return None
     group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
-    return TorchDeviceCollectives(group, torch.device(device), ThreadStream())
+    return DeviceCollectives(group, torch.device(device), ThreadStream())
 
 
 def open_pretended_copies(device):
     if not SHARED or this_rank() in HOSTS:
         return None
-    return lambda block: StreamCopies(torch.device(device), CopyingStream(), Unlocked())
+    return lambda block: HostCopies(torch.device(device), CopyingStream(), Unlocked())
 
 
 def this_rank() -> int:

@@ -170,6 +170,11 @@ def in_thread(action: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return outcome
 
 
+def connected(connections: Any) -> list[int]:
+    """The ranks to which a rank has connections for control messages."""
+    return sorted({link.peer for link in list(connections._open) if link.greeted})
+
+
 def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     """Wait until ``condition()`` is true; fails where it takes longer."""
     deadline = time.monotonic() + seconds

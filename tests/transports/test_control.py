@@ -19,7 +19,7 @@ from hvdkit.transports.control import ControlConnections
 from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials
 from tests.faults.outsider import NONSENSE
-from tests.transports.shared import until
+from tests.transports.shared import connected, until
 
 SECONDS = 30.0
 SESSION = Credentials(b"a secret", "job", 1)
@@ -64,7 +64,7 @@ def test_what_is_said_arrives_whole_and_in_order_both_ways_at_once(ranks):
         assert [kind for _, kind, _ in ranks[me].heard] == [PAIR if size == 5 else MESSAGE for size in sizes]
         assert {peer for peer, _, _ in ranks[me].heard} == {1 - me}
     assert not ranks[2].heard
-    assert ranks[2].connections.connected() == []
+    assert connected(ranks[2].connections) == []
     assert not any(one.lost for one in ranks)
 
 
@@ -85,7 +85,7 @@ def test_that_one_who_was_let_go_ends_is_no_loss(ranks):
     for me, peer in ((0, 1), (1, 0)):
         ranks[me].connections.let_go([peer])
     ranks[1].connections.drop()
-    until(lambda: not ranks[0].connections.connected())
+    until(lambda: not connected(ranks[0].connections))
     ranks[0].send(1, b"after all")  # which connects anew, and makes an end a loss again
     until(lambda: ranks[1].heard == [(0, MESSAGE, b"after all")])
     assert not ranks[0].lost

@@ -184,7 +184,7 @@ class Job:
 
         world = World("by hand", rank, self.size, rank, self.size)
         pairs = watching_pairs([[one] for one in range(self.size)])
-        return heartbeat._Connecting(world, rank, pairs, native=True).connect(exchange, seconds)
+        return heartbeat.connect(world, rank, pairs, True, exchange, seconds)
 
 
 def test_ranks_of_different_nodes_are_connected_and_listen_no_more():
@@ -245,5 +245,5 @@ def test_the_listener_is_gone_where_ranks_cannot_tell_each_other():
 
     world = World("by hand", 0, 2, 0, 2)
     with pytest.raises(ConnectionError, match="a rank is lost"):
-        heartbeat._Connecting(world, 0, [(0, 1)], native=True).connect(fail, 1.0)
+        heartbeat.connect(world, 0, [(0, 1)], True, fail, 1.0)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.device import DeviceCollectives
 from tests.network import MemoryTransport, Wires
 from tests.transports.pretend_device import ThreadStream
 
@@ -75,7 +75,7 @@ class DeviceThreadTransport(MemoryTransport):
         with wires.lock:
             self._groups: dict[str, Together] = vars(wires).setdefault("groups", {})
 
-    def collectives_for(self, device: str, members: Sequence[int], label: str) -> TorchDeviceCollectives:
+    def collectives_for(self, device: str, members: Sequence[int], label: str) -> DeviceCollectives:
         with self.wires.lock:
             group = self._groups.setdefault(label, Together(len(members)))
-        return TorchDeviceCollectives(group.of(members.index(self.rank)), torch.device("cpu"), ThreadStream())
+        return DeviceCollectives(group.of(members.index(self.rank)), torch.device("cpu"), ThreadStream())

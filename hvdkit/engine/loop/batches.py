@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Steps
 from hvdkit.compression import Tally, codec_with_summary
@@ -19,7 +19,9 @@ from hvdkit.engine.ranks.assignments import named_tag
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.telemetry.telemetry import Telemetry
 from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
-from hvdkit.transports.base import DeviceCollectives
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 KEYS_COUNTED = 10_000  # operations with a codec that a process set remembers, to count how often each has come
 ERRORS: dict[str, type[HorovodInternalError]] = {MISMATCH: MismatchError, LEFT: PeerLostError, STALLED: StallError}

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.adasum import adasum
+from hvdkit.collectives.algorithms import adasum
 from hvdkit.collectives.compressed import allreduce_encoded
+from hvdkit.collectives.exchange import SCRATCH
 from hvdkit.collectives.group import Array, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of, why_allreduce
-from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CodecState
 from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests, Submission, effective
 from hvdkit.engine.ops.requests import Key, Signature, automatic_number
@@ -22,7 +22,9 @@ from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.repetitions import Content, most_bytes
 from hvdkit.kernels import ReduceOp, as_real
-from hvdkit.transports.base import DeviceCollectives
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 
 def _zeros_for(signature: Signature) -> list[Array]:

@@ -12,10 +12,10 @@ from hvdkit.engine.ops.requests import Key, ReduceRequest, Request, Signature, m
 from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.kernels import ReduceOp, Scale
-from hvdkit.transports.base import DeviceCollectives
 
 if TYPE_CHECKING:
     from hvdkit.engine.loop.waiting import WaitingThreads
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 _OPS = {int(op): op for op in ReduceOp}  # quicker than the enumeration itself
 # The types that collectives of a device reduce.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from hvdkit import kernels
-from hvdkit.collectives.broadcast import broadcast
 from hvdkit.collectives.compressed import compressed_reduce_scatter
-from hvdkit.collectives.exchange import allgather, alltoall, reduce_scatter
+from hvdkit.collectives.exchange import allgather, alltoall, broadcast, reduce_scatter
 from hvdkit.collectives.group import Array, Steps
 from hvdkit.collectives.hierarchical import nodes_of
 from hvdkit.compression import PayloadCodec
@@ -20,7 +19,9 @@ from hvdkit.engine.ops.allreduce import state_for
 from hvdkit.engine.ops.batch import Batch, Kind, Requests
 from hvdkit.engine.ops.requests import Key, Request
 from hvdkit.engine.ranks.assignments import Assignments
-from hvdkit.transports.base import DeviceCollectives
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 
 def _details_of_all(assignments: Assignments, key: Key, requests: Requests) -> list[Any]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from hvdkit.collectives.group import Choice, Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
 from hvdkit.engine.ranks.repetitions import REGIONS, Repetitions, most_bytes
-from hvdkit.transports.base import DeviceCollectives, Transport
+from hvdkit.transports.base import Transport
 from hvdkit.transports.node import has_segment
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
 
 
 def staging_segment(process_set_id: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hvdkit.collectives.group import Array, Group, Steps, two_phase_bytes
 from hvdkit.collectives.hierarchical import Layout
@@ -18,7 +18,11 @@ from hvdkit.engine.steps.residuals import Checkpoint
 from hvdkit.engine.steps.schedule import Piece, Sizes, for_a_device
 from hvdkit.engine.telemetry.compression_report import Report
 from hvdkit.kernels import ReduceOp
-from hvdkit.transports.base import DeviceCollectives, HostCopies, Pairs, Transfer
+from hvdkit.transports.base import Transfer
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.device import DeviceCollectives
+    from hvdkit.transports.gpu.streams import HostCopies, Pairs
 
 Parts = Sequence[tuple[int, Any]]  # where each begins in a bucket, and a flat tensor
 

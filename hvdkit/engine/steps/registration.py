@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +25,9 @@ from hvdkit.engine.steps.plan import Plan
 from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
-from hvdkit.transports.base import HostCopies
+
+if TYPE_CHECKING:
+    from hvdkit.transports.gpu.streams import HostCopies
 
 logger = logging.getLogger("hvdkit")
 

@@ -1,6 +1,6 @@
 """Horovod's engine as a transport of PyTorch's CPU tensors; another transport carries the messages.
 
-The CPU is a device here: buckets and named operations go through ``TorchDeviceCollectives``. Process sets, which every
+The CPU is a device here: buckets and named operations go through ``DeviceCollectives``. Process sets, which every
 rank of the job would have to make in Horovod, buckets of lossy codecs and CUDA tensors go by the transport below. Sums
 have an order of Horovod's own: all ranks hold the same bits, but not those of another transport. Halves are summed here
 in fp32, in rank order; 8 bits are summed as 32. Horovod does not name a lost rank; the transport below does.

@@ -139,7 +139,7 @@ class LaunchEnd(Future[None]):
 
 
 class HorovodGroup:
-    """All ranks of Horovod's engine, in the places of a process group and of a stream of TorchDeviceCollectives.
+    """All ranks of Horovod's engine, in the places of a process group and of a stream of DeviceCollectives.
 
     Each launch runs on a thread of its own, which the methods of a process group block. Horovod matches operations by
     name, in any order: the launches, which number the names, must have one order on all ranks.

@@ -17,8 +17,8 @@ from hvdkit.environments.network import interface_of, own_addresses
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.plugins.horovod.engine import NOT_INSTALLED, HorovodGroup, LaunchEnd, NativeHorovod, load
 from hvdkit.plugins.horovod.key_value_server import KeyValueServer
-from hvdkit.transports.base import DeviceCollectives, Exchange, Layer, Transfer, Transport
-from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.base import Exchange, Layer, Transfer, Transport
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.security.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 
@@ -129,7 +129,7 @@ class HorovodTransport(Layer):
         if self._native is None or list(members) != list(range(self.size)):
             return None
         group = HorovodGroup(self._native, self.rank, self.size, label, self._waiters, lambda: self._waker())
-        return TorchDeviceCollectives(group, torch.device("cpu"), group)
+        return DeviceCollectives(group, torch.device("cpu"), group)
 
     def watch(self, transfers: Sequence[Transfer]) -> None:
         # The end of a launch calls the waker.

@@ -18,7 +18,7 @@ from torch import Tensor
 from hvdkit.compression import LossyCodec
 from hvdkit.errors import PeerLostError
 from hvdkit.kernels import ReduceOp, Scale
-from hvdkit.transports.base import DeviceCollectives, Transfer
+from hvdkit.transports.base import Transfer
 from hvdkit.transports.gpu.device_codecs import rescale_
 from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
 from hvdkit.transports.gpu.streams import DeviceTransfer, Launch, Stream, Wait, collective_failed
@@ -33,8 +33,10 @@ _OPS: dict[ReduceOp, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class TorchDeviceCollectives(DeviceCollectives):
-    """Collectives of the ranks of ``group``, a process group of hvdkit's own, on ``device``.
+class DeviceCollectives:
+    """Collectives of the ranks of ``group``, a process group of hvdkit's own, which call them in the same order.
+
+    Buffers are contiguous tensors on ``device``. The work waits for the marks ``after``, of which some may be None.
 
     Halves, and floats that the fp16 codec encodes, are summed in fp32, in rank order, and rounded once at the end, as
     on the host. NCCL sums floats and doubles in its own order: all ranks hold the same bits, but not those of the host.
@@ -46,9 +48,11 @@ class TorchDeviceCollectives(DeviceCollectives):
         self._coalesces = hasattr(group, "allreduce_coalesced")
 
     def allocate(self, elements: int, dtype: str) -> Tensor:
+        """Return a flat tensor of zeros."""
         return torch.zeros(elements, dtype=getattr(torch, dtype), device=self._device)
 
     def mark(self) -> Any:
+        """Return a mark behind the work that the calling thread has given the device so far."""
         return self._stream.mark(self._device)
 
     def allreduce(
@@ -62,6 +66,11 @@ class TorchDeviceCollectives(DeviceCollectives):
         memory: DeviceMemory | None = None,
         debtors: Sequence[tuple[int, Tensor]] = (),
     ) -> Transfer:
+        """Replace each buffer by ``scale * (prescale * rank 0's op prescale * rank 1's op ...)``.
+
+        ``debtors`` are buffers to which the residual at an offset of ``memory`` is added, behind the prescale.
+        """
+
         def work(wait: Wait) -> None:
             before = prescale if memory is None else memory.pay(debtors, prescale)
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -84,6 +93,7 @@ class TorchDeviceCollectives(DeviceCollectives):
         return self._launch(after, [*buffers, *([] if memory is None else memory.tensors())], work)
 
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> DeviceMemory:
+        """Return a codec's arrays of these names on the device, zeros at first, without the elements ``gaps``."""
         return DeviceMemory(elements, names, gaps, self._device)
 
     def allreduce_encoded(
@@ -100,6 +110,13 @@ class TorchDeviceCollectives(DeviceCollectives):
         after: Sequence[Any],
         debtors: Sequence[tuple[int, Tensor]] = (),
     ) -> Transfer:
+        """Replace tensors by ``scale * prescale`` times their sums, as far as the codec transmits them.
+
+        ``parts`` has each flat tensor with its offset in ``buffer``, whose content is lost. ``way`` is the codec's
+        algorithm (two_phase, gather, sums), ``matrices`` has the offset, rows and columns of matrices, and ``turn``
+        counts earlier reductions of the buffer; these three are the same on all ranks. ``debtors``: see ``allreduce``.
+        """
+
         def work(wait: Wait) -> None:
             before = memory.pay(debtors, prescale)
             for begin, tensor in parts:
@@ -113,6 +130,8 @@ class TorchDeviceCollectives(DeviceCollectives):
         return self._launch(after, [buffer, *(tensor for _, tensor in parts), *memory.tensors()], work)
 
     def broadcast(self, buffers: Sequence[Tensor], root: int, after: Sequence[Any]) -> Transfer:
+        """Replace each buffer by the buffer of the member ``root``."""
+
         def work(wait: Wait) -> None:
             options: Any = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = root, 0
@@ -125,6 +144,7 @@ class TorchDeviceCollectives(DeviceCollectives):
     def allgather(
         self, buffers: Sequence[Tensor], rows: Sequence[Sequence[int]], after: Sequence[Any]
     ) -> tuple[list[Tensor], Transfer]:
+        """Return new buffers with all members' rows; ``rows[i][p]`` is the first dimension of member p's buffer i."""
         # The calling thread allocates the results, in memory that it may still write: the stream begins behind a mark.
         outputs = [
             torch.empty((sum(counts), *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdkit import kernels
-from hvdkit.compression import DGC, Codec, CodecState, Int4, Int8, OneBit, TopK
+from hvdkit.compression import DGC, Codec, Int4, Int8, OneBit, TopK
 from hvdkit.errors import in_words
 from hvdkit.kernels import BFLOAT16, ONE, Scale
 
@@ -219,9 +219,7 @@ class Largest(Coder):
     """
 
     def __init__(self, codec: TopK, turn: int, rank: int) -> None:
-        memory = CodecState(0)
-        memory.turn = turn
-        self._ratio = codec.ratio_at(memory)
+        self._ratio = codec.ratio  # no codec with a warm-up encodes on devices
         self.sends_all = 2 * codec.ratio >= 1
         self._masks = isinstance(codec, DGC)  # its velocity is cleared where values were sent
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hvdkit.environments.libraries import for_a_while, nccl_host
 from hvdkit.errors import AuthenticationError, PeerLostError
-from hvdkit.transports.gpu.device import TorchDeviceCollectives
+from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.streams import CudaStream
 from hvdkit.transports.security.admission import NEVER, absent_after
 from hvdkit.transports.waiters import TimedCall
@@ -63,7 +63,7 @@ def shared_gpus(gpus: Sequence[str]) -> list[list[int]]:
     return [ranks for ranks in by_gpu.values() if len(ranks) > 1]
 
 
-def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: float) -> TorchDeviceCollectives | None:
+def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: float) -> DeviceCollectives | None:
     """Connect the ranks that use ``store``, each with its GPU ``name``. Collective, and blocks.
 
     Returns None on every rank if ranks share a GPU. Raises PeerLostError if a rank does not connect in time.
@@ -77,7 +77,7 @@ def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: floa
             logger.warning("ranks %s share a GPU, so tensors on CUDA travel through host memory, not by NCCL", shared)
         return None
 
-    def connect() -> TorchDeviceCollectives:
+    def connect() -> DeviceCollectives:
         torch.cuda.set_device(device)
         with for_a_while(WATCHDOG):
             options: Any = dist.ProcessGroupNCCL.Options()
@@ -88,7 +88,7 @@ def open_nccl(store: Any, rank: int, size: int, name: str, timeout_seconds: floa
         # The first collective makes the communicator, and blocks until all ranks are there.
         group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.current_stream(device).synchronize()
-        return TorchDeviceCollectives(group, device, CudaStream())
+        return DeviceCollectives(group, device, CudaStream())
 
     return within(timeout_seconds, connect, "NCCL to connect")
 

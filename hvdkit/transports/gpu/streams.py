@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hvdkit.errors import PeerLostError
 from hvdkit.kernels import BFLOAT16
-from hvdkit.transports.base import HostCopies, Pairs, Transfer
 
 logger = logging.getLogger("hvdkit")
 
@@ -36,6 +35,7 @@ NOT_LOCKED = (
 # Seconds that ``close`` waits for copies under way, which depend on this rank's own work on the GPU alone.
 LAST_COPIES_SECONDS = 10.0
 
+Pairs = Sequence[tuple[Any, Any]]  # flat arrays in host memory, each with a flat tensor of as many elements
 Wait = Callable[[Any], None]  # puts the work that follows on the stream behind a collective's work
 Launch = Callable[[Wait], None]  # launches collectives and arithmetic on the stream
 
@@ -137,10 +137,8 @@ class DeviceTransfer:
 
     def wait(self) -> None:
         """Block until done, on a waiter thread. ``done()`` raises an error."""
-        try:
+        with suppress(RuntimeError):
             self.end.synchronize()
-        except RuntimeError:
-            return
 
 
 def collective_failed(error: RuntimeError) -> PeerLostError:
@@ -156,7 +154,7 @@ def open_copies(device: str, block: Any) -> HostCopies:
     """Page-lock a block of bytes, and return copies between ``device`` ("cuda:0") and the block."""
     while _left_open:
         _unlock_after(*_left_open.pop())
-    return StreamCopies(torch.device(device), CudaStream(), Locked(block, torch.device(device)))
+    return HostCopies(torch.device(device), CudaStream(), Locked(block, torch.device(device)))
 
 
 class Locked:
@@ -187,21 +185,24 @@ class Locked:
         self._block = None
 
 
-class StreamCopies(HostCopies):
-    """Copies on a stream. ``locked`` holds the block of the host until ``close``."""
+class HostCopies:
+    """Copies on a stream between tensors and host memory; ``locked`` holds that until ``close``, which alone blocks."""
 
     def __init__(self, device: torch.device, stream: Stream, locked: Any) -> None:
         self._device, self._stream, self._locked = device, stream, locked
         self._last: End | None = None
 
     def mark(self) -> Any:
+        """Return a mark behind the work that the calling thread has given the device so far."""
         return self._stream.mark(self._device)
 
-    def to_host(self, pairs: Pairs, after: Sequence[Any]) -> Transfer:
+    def to_host(self, pairs: Pairs, after: Sequence[Any]) -> DeviceTransfer:
+        """Copy tensors into their arrays, behind the marks ``after``, of which some may be None."""
         hosts, tensors = [as_tensor(array) for array, _ in pairs], [tensor for _, tensor in pairs]
         return self._launch(hosts, tensors, tensors, [mark for mark in after if mark is not None])
 
-    def to_device(self, pairs: Pairs) -> Transfer:
+    def to_device(self, pairs: Pairs) -> DeviceTransfer:
+        """Copy arrays into their tensors."""
         hosts, tensors = [as_tensor(array) for array, _ in pairs], [tensor for _, tensor in pairs]
         return self._launch(tensors, hosts, tensors, [])
 
@@ -216,6 +217,7 @@ class StreamCopies(HostCopies):
         return DeviceTransfer(self._last, [*into, *out_of])
 
     def close(self) -> None:
+        """Wait for the copies under way, and release the host's memory. Nothing can be copied afterwards."""
         locked, self._locked = self._locked, None
         if locked is not None:
             _unlock_after(self._last, locked)

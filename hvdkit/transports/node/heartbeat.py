@@ -65,7 +65,7 @@ def start_heartbeat(
     connections: dict[int, socket.socket] = {}
     if len(nodes) > 1:
         seconds = min(start_seconds, timeout_seconds / 4, CONNECTING_SECONDS)
-        connections = _Connecting(world, transport.rank, watching_pairs(nodes), native).connect(exchange, seconds)
+        connections = connect(world, transport.rank, watching_pairs(nodes), native, exchange, seconds)
     if not native:
         return None
     from hvdkit.kernels._native import Heartbeat
@@ -76,85 +76,83 @@ def start_heartbeat(
     return Heartbeat(window, offset, transport.size, transport.rank, sockets, pause)
 
 
-class _Connecting:
-    """The set-up of the connections: the lower rank of a pair listens, and its address and a secret are exchanged."""
+def connect(
+    world: World, rank: int, pairs: Sequence[tuple[int, int]], native: bool, exchange: Exchange, seconds: float
+) -> dict[int, socket.socket]:
+    """Return the connections of ``rank``, by peer, to those of its pairs that could be reached.
 
-    def __init__(self, world: World, rank: int, pairs: Sequence[tuple[int, int]], native: bool) -> None:
-        self._world, self._rank, self._native = world, rank, native
-        self._lower = [low for low, high in pairs if high == rank]
-        self._higher = [high for low, high in pairs if low == rank]
-
-    def connect(self, exchange: Exchange, seconds: float) -> dict[int, socket.socket]:
-        """Return the connections to the ranks that could be reached, by rank."""
-        listener, secret, problem = None, new_nonce(), ""
-        report: dict[str, Any] = {"beats": self._native}
-        if self._native and self._higher:
-            try:
-                listener = listen(addresses_for(self._world)[0])
-                report |= {"place": listener.getsockname()[:2], "secret": secret.hex()}
-            except TransportUnavailableError as error:
-                problem = str(error).splitlines()[0]
+    The lower rank of a pair listens, and tells all ranks its address and a secret.
+    """
+    higher = [high for low, high in pairs if low == rank]
+    listener, secret, problem = None, new_nonce(), ""
+    report: dict[str, Any] = {"beats": native}
+    if native and higher:
         try:
-            reports = [json.loads(blob) for blob in exchange(json.dumps(report).encode())]
-            if not self._native:
-                return {}
-            deadline = monotonic() + seconds
-            lower = [rank for rank in self._lower if "place" in reports[rank]]
-            higher = [rank for rank in self._higher if reports[rank]["beats"]]
-            with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # no two ranks wait for each other
-                accepting = None if listener is None else pool.submit(self._accept, listener, secret, higher, deadline)
-                connections = self._reach(lower, reports, deadline)
-                if accepting is not None:
-                    connections |= accepting.result()
-        finally:
-            if listener is not None:
-                listener.close()
-        unseen = [rank for rank in higher if rank not in connections]
-        if unseen:  # only the lower rank of a pair warns
-            logger.warning(
-                "between rank %d and ranks %s there are no signs of life from below Python: %s. A library that keeps "
-                "Python's lock on one of them for longer than HVDKIT_TIMEOUT_SECONDS ends the job.",
-                self._rank, unseen, problem or "they could not be connected, see whether a firewall closes ports",
-            )  # fmt: skip
-        return connections
+            listener = listen(addresses_for(world)[0])
+            report |= {"place": listener.getsockname()[:2], "secret": secret.hex()}
+        except TransportUnavailableError as error:
+            problem = str(error).splitlines()[0]
+    try:
+        reports = [json.loads(blob) for blob in exchange(json.dumps(report).encode())]
+        if not native:
+            return {}
+        deadline = monotonic() + seconds
+        lower = [low for low, high in pairs if high == rank and "place" in reports[low]]
+        higher = [high for high in higher if reports[high]["beats"]]
+        credentials = Credentials(secret, world.job, 0)
+        with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # no two ranks wait for each other
+            reaching = pool.submit(_reach, world, rank, lower, reports, deadline)
+            accepted = {} if listener is None else _accept(listener, credentials, rank, higher, deadline)
+            connections = accepted | reaching.result()
+    finally:
+        if listener is not None:
+            listener.close()
+    unseen = [peer for peer in higher if peer not in connections]
+    if unseen:  # only the lower rank of a pair warns
+        logger.warning(
+            "between rank %d and ranks %s there are no signs of life from below Python: %s. A library that keeps "
+            "Python's lock on one of them for longer than HVDKIT_TIMEOUT_SECONDS ends the job.",
+            rank, unseen, problem or "they could not be connected, see whether a firewall closes ports",
+        )  # fmt: skip
+    return connections
 
-    def _accept(
-        self, listener: socket.socket, secret: bytes, expected: Sequence[int], deadline: float
-    ) -> dict[int, socket.socket]:
-        """Accept the expected ranks that come in time and prove themselves; return their connections by rank."""
-        credentials = Credentials(secret, self._world.job, 0)
-        accepted: dict[int, socket.socket] = {}
-        while len(accepted) < len(expected):
-            try:
-                listener.settimeout(max(0.001, deadline - monotonic()))
-                connection, _ = listener.accept()
-            except OSError:  # mostly TimeoutError; the caller warns about the missing ranks
-                break
-            with closing(connection), suppress(OSError):
-                connection.settimeout(GREETING_SECONDS)
-                shown = receive(connection, RANK_BYTES + TAG_BYTES)
-                rank = int.from_bytes(shown[:RANK_BYTES], "big")
-                proof = credentials.shown_by(rank, to=self._rank)
-                if rank in expected and rank not in accepted and hmac.compare_digest(shown[RANK_BYTES:], proof):
-                    connection.sendall(credentials.shown_by(self._rank, to=rank))
-                    accepted[rank] = connection.dup()
-        return accepted
 
-    def _reach(
-        self, ranks: Sequence[int], reports: Sequence[dict[str, Any]], deadline: float
-    ) -> dict[int, socket.socket]:
-        """Connect to the ranks that answer in time and prove themselves; return the connections by rank."""
-        reached: dict[int, socket.socket] = {}
-        for rank in ranks:
-            credentials = Credentials(bytes.fromhex(reports[rank]["secret"]), self._world.job, 0)
-            try:
-                place, seconds = tuple(reports[rank]["place"]), max(0.001, deadline - monotonic())
-                with closing(socket.create_connection(place, seconds)) as connection:
-                    own = credentials.shown_by(self._rank, to=rank)
-                    connection.sendall(self._rank.to_bytes(RANK_BYTES, "big") + own)
-                    connection.settimeout(max(0.001, deadline - monotonic()))
-                    if hmac.compare_digest(receive(connection, TAG_BYTES), credentials.shown_by(rank, to=self._rank)):
-                        reached[rank] = connection.dup()
-            except OSError as error:
-                logger.debug("no connection for signs of life of rank %d: %s", rank, error)
-        return reached
+def _accept(
+    listener: socket.socket, credentials: Credentials, me: int, expected: Sequence[int], deadline: float
+) -> dict[int, socket.socket]:
+    """Accept the expected ranks that come in time and prove themselves; return their connections by rank."""
+    accepted: dict[int, socket.socket] = {}
+    while len(accepted) < len(expected):
+        try:
+            listener.settimeout(max(0.001, deadline - monotonic()))
+            connection, _ = listener.accept()
+        except OSError:  # mostly TimeoutError; the caller warns about the missing ranks
+            break
+        with closing(connection), suppress(OSError):
+            connection.settimeout(GREETING_SECONDS)
+            shown = receive(connection, RANK_BYTES + TAG_BYTES)
+            rank = int.from_bytes(shown[:RANK_BYTES], "big")
+            proof = credentials.shown_by(rank, to=me)
+            if rank in expected and rank not in accepted and hmac.compare_digest(shown[RANK_BYTES:], proof):
+                connection.sendall(credentials.shown_by(me, to=rank))
+                accepted[rank] = connection.dup()
+    return accepted
+
+
+def _reach(
+    world: World, me: int, ranks: Sequence[int], reports: Sequence[dict[str, Any]], deadline: float
+) -> dict[int, socket.socket]:
+    """Connect to the ranks that answer in time and prove themselves; return the connections by rank."""
+    reached: dict[int, socket.socket] = {}
+    for rank in ranks:
+        credentials = Credentials(bytes.fromhex(reports[rank]["secret"]), world.job, 0)
+        try:
+            place, seconds = tuple(reports[rank]["place"]), max(0.001, deadline - monotonic())
+            with closing(socket.create_connection(place, seconds)) as connection:
+                connection.sendall(me.to_bytes(RANK_BYTES, "big") + credentials.shown_by(me, to=rank))
+                connection.settimeout(max(0.001, deadline - monotonic()))
+                if hmac.compare_digest(receive(connection, TAG_BYTES), credentials.shown_by(rank, to=me)):
+                    reached[rank] = connection.dup()
+        except OSError as error:
+            logger.debug("no connection for signs of life of rank %d: %s", rank, error)
+    return reached

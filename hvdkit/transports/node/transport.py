@@ -30,16 +30,16 @@ def window_bytes(ranks: int, size: int) -> int:
 
 
 class NodeTransport(Layer):
-    """Messages through shared memory for the ranks of this node in ``inner.nodes``, and ``inner`` for other ranks."""
+    """Messages through shared memory for the ranks of this node in ``inner.nodes``, and ``inner`` for other ranks.
 
-    def __init__(
-        self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None] = ()
-    ) -> None:
+    ``arenas`` are those of this node's ranks, by index in the node; None if a rank could not map it.
+    """
+
+    def __init__(self, inner: Transport, memory: NodeMemory, rings: Window, arenas: Sequence[Window | None]) -> None:
         super().__init__(inner)
         self.members = next(node for node in self.nodes if inner.rank in node)
         count = len(self.members)
-        # The arenas of this node's ranks, by index in the node; None if a rank could not map it.
-        self.arenas = list(arenas) or [None] * count
+        self.arenas = arenas
         self.memory = memory  # segment 0 of it is taken
         self.polling = inner.polling and count < inner.size
         self._index_of = {rank: index for index, rank in enumerate(self.members)}
