@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hvdkit import as_horovod
 from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
-from hvdkit.launch import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError, failures, gloo, mpi, options
+from hvdkit.launch import CommandNotFoundError, LaunchError, failures, gloo, mpi, options
 from hvdkit.launch.hosts import assign_slots
 from hvdkit.launch.job import LaunchJob, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
@@ -113,7 +113,7 @@ def check_command(command: list[str], size: int) -> None:
         hint = f"a Python {runs_as} python {line}" if is_script else f"a shell's {runs_as} sh {line}"
     error = CommandNotFoundError(f"{fact}\nHINT: {hint}")
     if path is not None or os.path.exists(program):
-        error.status = NOT_EXECUTABLE_STATUS
+        error.status = 126
     raise error
 
 
