@@ -1,8 +1,5 @@
 """``hvdkitrun``: start the ranks of a job, carry their output, and leave none behind when a rank fails."""
 
-USAGE_STATUS = 2
-NOT_EXECUTABLE_STATUS, NOT_FOUND_STATUS = 126, 127  # the shell's numbers
-
 
 class LaunchError(ValueError):
     """A job that cannot be started; the message says why and what to do. ``status`` is hvdkitrun's exit status."""
@@ -13,10 +10,10 @@ class LaunchError(ValueError):
 class UsageError(LaunchError):
     """A mistake in the command line, the host string or the host file."""
 
-    status = USAGE_STATUS
+    status = 2
 
 
 class CommandNotFoundError(LaunchError):
     """A program that does not exist on this machine."""
 
-    status = NOT_FOUND_STATUS
+    status = 127  # the shell's, which has 126 for a file that is not executable

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
-import psutil
-
 from hvdkit.environments import network
 from hvdkit.environments.network import LOOPBACK
 from hvdkit.launch import LaunchError, UsageError
@@ -68,7 +66,7 @@ def rank_environment(job: LaunchJob, placement: Placement, point: MeetingPoint) 
         environment["HVDKIT_RENDEZVOUS_FD"] = str(point.socket.fileno())
     if job.options.interfaces:
         environment["GLOO_SOCKET_IFNAME"] = ",".join(job.options.interfaces)
-    elif not job.remote and "lo" in psutil.net_if_addrs():
+    elif not job.remote:
         # Without an interface, Gloo looks up the host's name, which may lead out of the machine or nowhere.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

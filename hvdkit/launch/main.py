@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hvdkit import as_horovod
 from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
-from hvdkit.launch import NOT_EXECUTABLE_STATUS, CommandNotFoundError, LaunchError, failures, gloo, mpi, options
+from hvdkit.launch import CommandNotFoundError, LaunchError, failures, gloo, mpi, options
 from hvdkit.launch.hosts import assign_slots
 from hvdkit.launch.job import LaunchJob, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
@@ -113,7 +113,7 @@ def check_command(command: list[str], size: int) -> None:
         hint = f"a Python {runs_as} python {line}" if is_script else f"a shell's {runs_as} sh {line}"
     error = CommandNotFoundError(f"{fact}\nHINT: {hint}")
     if path is not None or os.path.exists(program):
-        error.status = NOT_EXECUTABLE_STATUS
+        error.status = 126
     raise error
 
 
@@ -135,22 +135,21 @@ def check_files(size: int, needed: int = 0) -> None:
 
 def run_gloo(job: LaunchJob) -> int:
     """Run a worker for each rank. Return the exit status."""
-    chosen, output = job.options, job.output
+    chosen = job.options
     with gloo.meeting_point(job) as point:
         children = gloo.children(job, point)
         if chosen.verbose:
             for placement, child in zip(job.placements, children, strict=True):
                 say(f"rank {placement.rank} on {placement.host}: {shlex.join([*child.remote, *child.command])}")
         outcome = supervise(children, chosen.stop_grace)
-    output.close()
-    tell_of_init(job, outcome)
+    job.output.close()
     if outcome.failed is None:
-        output.failures.show_rest(None, chosen.output_folder)
-        return 0 if outcome.signal is None else ended_by(outcome.signal)
+        return report_end(job, outcome)
+    tell_of_init(job, outcome)
     code = outcome.code
     if job.placements[outcome.failed].host in job.remote and code - 128 in set(signal.Signals):
         code = 128 - code  # ssh turns the end by a signal n into the shell's status 128 + n
-    return failed(job, RankFailure(outcome.failed, code), outcome.at)
+    return report_failure(job, RankFailure(outcome.failed, code), outcome.at)
 
 
 def run_mpi(job: LaunchJob, mpirun: str) -> int:
@@ -186,32 +185,40 @@ def run_mpi(job: LaunchJob, mpirun: str) -> int:
 
 def report_mpi(job: LaunchJob, outcome: Outcome, streams: list[MpirunStream]) -> int:
     """Print how the job under mpirun ended. Return the exit status."""
-    chosen, output = job.options, job.output
-    was_stopped = outcome.signal is not None
     own_words = b"".join(stream.own_words for stream in streams)
+    text = own_words.decode(errors="replace").rstrip("\n")
+    if outcome.failed is None:
+        if text and outcome.signal is None:
+            print(text, file=sys.stderr, flush=True)
+        return report_end(job, outcome)
     status = exit_status(outcome.code)
-    crashed = not was_stopped and -outcome.code in CRASHES
-    failure = find_failure(own_words, 1 if crashed else status) if outcome.failed is not None else None
+    crashed = -outcome.code in CRASHES
+    failure = find_failure(own_words, 1 if crashed else status)
     if crashed:  # mpirun may crash while it ends the ranks of a failed job, whose records are kept
         say(f"mpirun itself was killed by signal {signal_name(-outcome.code)} ({-outcome.code})")
-        failure = failure or next((RankFailure(rank, 1, how="aborted") for rank in output.failures.records), None)
-    elif failure is None and outcome.failed is not None:  # mpirun hung in its own end and printed no report
+        failure = failure or next((RankFailure(rank, 1, how="aborted") for rank in job.output.failures.records), None)
+    elif failure is None:  # mpirun hung in its own end and printed no report
         failure = next((stream.aborted for stream in streams if stream.aborted is not None), None)
-    if outcome.failed is None or failure is not None:  # else mpirun may have started no rank
+    shortage = find_shortage(own_words) if failure is None else None
+    if failure is not None:  # else mpirun may have started no rank
         tell_of_init(job, outcome)
-    shortage = None if failure is not None or outcome.failed is None else find_shortage(own_words)
-    if own_words and not was_stopped and (chosen.verbose or (failure is None and shortage is None)):
-        print(own_words.decode(errors="replace").rstrip("\n"), file=sys.stderr, flush=True)
-    if failure is not None and not was_stopped:
-        return failed(job, failure, math.inf)  # records may be read after mpirun's end
-    output.failures.show_rest(None, chosen.output_folder)
-    if outcome.signal is not None:
-        return ended_by(outcome.signal)
-    if shortage is not None:
-        say(f"mpirun cannot start the ranks: {shortage}")
-    elif outcome.failed is not None:
-        say(f"mpirun ended with code {status}")
+    if text and (job.options.verbose or (failure is None and shortage is None)):
+        print(text, file=sys.stderr, flush=True)
+    if failure is not None:
+        return report_failure(job, failure, math.inf)  # records may be read after mpirun's end
+    job.output.failures.show_rest(None, job.options.output_folder)
+    say(f"mpirun ended with code {status}" if shortage is None else f"mpirun cannot start the ranks: {shortage}")
     return status
+
+
+def report_end(job: LaunchJob, outcome: Outcome) -> int:
+    """Tell of the end of a job of which no rank failed. Return the exit status."""
+    tell_of_init(job, outcome)
+    job.output.failures.show_rest(None, job.options.output_folder)
+    if outcome.signal is None:
+        return 0
+    say(f"ended all ranks after {signal_name(outcome.signal)}")
+    return exit_status(-outcome.signal)
 
 
 def tell_of_init(job: LaunchJob, outcome: Outcome) -> None:
@@ -232,7 +239,7 @@ def is_python(program: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*(\.exe)?|.*\.py", os.path.basename(program)) is not None
 
 
-def failed(job: LaunchJob, failure: RankFailure, at: float) -> int:
+def report_failure(job: LaunchJob, failure: RankFailure, at: float) -> int:
     """Print which rank ended the job and how, at the monotonic time ``at``. Return the exit status."""
     code, records = failure.code, job.output.failures
     first = records.first(failure.rank, not 0 <= code <= 128, at)  # a shell reports a signal as 128 and more
@@ -247,21 +254,11 @@ def failed(job: LaunchJob, failure: RankFailure, at: float) -> int:
         ways = {"exited": f"exited with code {code}", "aborted": f"failed with code {code}"}
         way = ways.get(failure.how, f"ended without MPI_Finalize (code {code})")
         how = f"{way}, which ended the job"
-    say(f"rank {first} on {as_ranks_say(host)} {how}")
+    # A host's name is that which its ranks print.
+    say(f"rank {first} on {socket.gethostname() if is_local(host) else host} {how}")
     return exit_status(code)
-
-
-def as_ranks_say(host: str) -> str:
-    """Return a host's name as its ranks print it, so that a report has a single name for it."""
-    return socket.gethostname() if is_local(host) else host
 
 
 def signal_name(number: int) -> str:
     """Return ``SIGKILL`` for 9; real-time signals have no names."""
     return signal.Signals(number).name if number in set(signal.Signals) else "with no name"
-
-
-def ended_by(number: int) -> int:
-    """Say that the caller ended the job. Return the exit status."""
-    say(f"ended all ranks after {signal_name(number)}")
-    return exit_status(-number)

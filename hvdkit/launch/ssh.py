@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO
+from functools import partial
 
 from hvdkit.environments import network
 from hvdkit.launch import LaunchError
@@ -52,12 +51,10 @@ def is_local(host: str) -> bool:
         return False  # ssh may know the host by its own configuration, or will say why not
 
 
-def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
+def check_reachable(hosts: Sequence[str], ssh: Ssh) -> None:
     """Log in to all hosts at the same time. Raises LaunchError with every unreachable host and ssh's reason."""
-    with contextlib.ExitStack() as stack:
-        logins = {host: stack.enter_context(_login(host, ssh)) for host in hosts}
-        deadline = time.monotonic() + ssh.connect_timeout
-        reasons = {host: _problem(*login, deadline, ssh.connect_timeout) for host, login in logins.items()}
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+        reasons = dict(zip(hosts, pool.map(partial(_problem, ssh), hosts), strict=True))
     if unreachable := {host: reason for host, reason in reasons.items() if reason}:
         problems = [f"cannot reach host {host} by ssh: {reason}" for host, reason in unreachable.items()]
         command = shlex.join(["ssh", "-o", "BatchMode=yes", *ssh.login_options(), next(iter(unreachable)), "true"])
@@ -65,31 +62,20 @@ def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
         raise LaunchError("\n".join([*problems, f"{hint}; --ssh-port and --start-timeout may help"]))
 
 
-@contextlib.contextmanager
-def _login(host: str, ssh: Ssh) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """Begin to log in. Yield the call, which ends with the ``with`` block, and the file of its messages."""
+def _problem(ssh: Ssh, host: str) -> str:
+    """Log in to a host. Return why that failed, "" if it succeeded."""
     null = subprocess.DEVNULL
     # No pipe: a connection that ssh leaves open for later calls would keep it open.
     with tempfile.TemporaryFile() as messages:
+        command, seconds = ssh.argv(host, ["true"]), ssh.connect_timeout
         try:
-            call = subprocess.Popen(ssh.argv(host, ["true"]), stdin=null, stdout=null, stderr=messages)  # noqa: S603
+            status = subprocess.call(command, stdin=null, stdout=null, stderr=messages, timeout=seconds)  # noqa: S603
+        except subprocess.TimeoutExpired:
+            return f"no answer within {seconds:g} s"
         except OSError as error:
             raise LaunchError(f"cannot run ssh: {error}\nHINT: install an ssh client, or use one host") from error
-        try:
-            yield call, messages
-        finally:
-            call.kill()
-            call.wait()
-
-
-def _problem(call: subprocess.Popen[bytes], messages: IO[bytes], deadline: float, timeout: float) -> str:
-    """Return why a login failed, "" if it succeeded."""
-    try:
-        status = call.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return f"no answer within {timeout:g} s"
-    if status == 0:
-        return ""
-    messages.seek(0)
-    lines = messages.read().decode(errors="replace").strip().splitlines()
+        if status == 0:
+            return ""
+        messages.seek(0)
+        lines = messages.read().decode(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else f"ssh ended with status {status}"

@@ -49,11 +49,6 @@ class Child:
     is_ending: Callable[[], bool] = lambda: False  # for mpirun: True once it has announced its end
     has_ended: Callable[[], bool] | None = None  # for mpirun: True once each of its ranks has ended when asked to
 
-    @property
-    def argv(self) -> list[str]:
-        """Return the command line of the process to start here."""
-        return self.remote or list(WORKER)
-
     def header(self, stop_grace: float) -> bytes:
         """Return the first line of the worker's input."""
         header = {
@@ -135,13 +130,14 @@ class _Supervisor:
                     return self.outcome
 
     def start(self, child: Child) -> None:
+        command = child.remote or WORKER
         try:
             process = subprocess.Popen(  # noqa: S603 (the worker, or ssh to it)
-                child.argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, pass_fds=child.pass_fds
+                command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, pass_fds=child.pass_fds
             )
         except OSError as error:
             words = limits.exhausted(error) or f"{error}\nHINT: check that it is installed and on PATH"
-            raise LaunchError(f"cannot start {child.argv[0]}: {words}") from error
+            raise LaunchError(f"cannot start {command[0]}: {words}") from error
         for descriptor in child.pass_fds:
             os.close(descriptor)
         self.processes.append(process)

@@ -64,7 +64,7 @@ def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     environment = {**(os.environ if header["is_remote"] else {}), **header["environment"]}
     if INIT_PIPE in os.environ:
         environment[INIT_PIPE] = os.environ[INIT_PIPE]
-    if header["secret"] and hasattr(os, "memfd_create"):
+    if header["secret"]:
         environment["HVDKIT_SECRET_FILE"] = secret_file(header["secret"])
     try:
         os.chdir(header["folder"])
@@ -88,9 +88,8 @@ def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes that the command leaves behind, so that they are found. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of processes that the command leaves behind, so that they are found."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def bury_orphans(child: subprocess.Popen[bytes]) -> None:
@@ -102,14 +101,14 @@ def bury_orphans(child: subprocess.Popen[bytes]) -> None:
 
 def send(pid: int, number: int, to_group: bool = False) -> None:
     """Send a signal to a process, or to the group that it leads. Does nothing if it has ended."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter of a process of another user
         (os.killpg if to_group else os.kill)(pid, number)
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Return the living children of each process from /proc, or nothing without a /proc."""
+    """Return the living children of each process."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+    for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb") as file:
                 # The program's name stands in parentheses and may itself hold spaces and parentheses.
@@ -134,11 +133,8 @@ def sweep() -> None:
         send(pid, signal.SIGKILL)
 
 
-def init_pipe() -> int | None:
-    """Put a pipe into the environment, if there is a /proc, for a rank's word on hvd.init(); return the end to read."""
-    os.environ.pop(INIT_PIPE, None)
-    if not os.path.isdir("/proc/self/fd"):
-        return None
+def init_pipe() -> int:
+    """Put a pipe into the environment for a rank's word on hvd.init(); return the end to read."""
     reading, writing = os.pipe()
     os.environ[INIT_PIPE] = f"/proc/{os.getpid()}/fd/{writing}"
     return reading
@@ -266,7 +262,7 @@ def main() -> None:
 def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
     """Run a rank's command in the process group that mpirun made for it, which mpirun signals as a whole."""
     mpirun = os.getppid()
-    forwarded = [getattr(signal, f"SIG{name}") for name in FORWARDED.split() if hasattr(signal, f"SIG{name}")]
+    forwarded = [signal.Signals[f"SIG{name}"] for name in FORWARDED.split()]
     wake = wake_on_signals([RELAY, *forwarded])
     adopt_orphans()
     init = init_pipe()  # before the command starts

@@ -15,7 +15,7 @@ import pytest
 from hvdkit.environments import World, detect
 from hvdkit.environments.network import own_addresses
 from hvdkit.plugins.horovod.engine import find_native_part
-from hvdkit.plugins.horovod.key_value_server import KeyValueServer
+from hvdkit.transports.security.key_value_server import KeyValueServer
 from tests.launch.launching import outputs_of
 from tests.preloaded import preloaded
 from tests.ranks import ROOT, TORCH, free_port, mpirun, rank_environment

@@ -10,8 +10,8 @@ import pytest
 from hvdkit.environments.base import Rendezvous, World
 from hvdkit.environments.network import own_addresses
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.plugins.horovod.key_value_server import KeyValueServer
 from hvdkit.transports.security.credentials import Credentials
+from hvdkit.transports.security.key_value_server import KeyValueServer
 from hvdkit.transports.security.rendezvous import _rendezvous_by_http
 from tests.ranks import TORCH, run_ranks
 

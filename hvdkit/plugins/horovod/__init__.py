@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 class HorovodCandidate(Candidate):
-    """The candidate in the list of transports. Ranks learn at its start whether Horovod is installed."""
+    """The candidate for PyTorch's tensors. Ranks learn at its start whether Horovod is installed."""
 
     name = "horovod"
     controller = None
 
     def unavailable(self, job: Job) -> str | None:
-        """Return the reason if the tensors are another framework's."""
         if job.for_torch:
             return None
         return (
@@ -34,11 +33,9 @@ class HorovodCandidate(Candidate):
         )
 
     def suits(self, job: Job) -> str:
-        """Return a reason if Horovod's own launcher started a job of PyTorch's tensors."""
         return f"started by {job.world.launcher}" if job.for_torch and job.world.launcher == HOROVODRUN else ""
 
     def open(self, job: Job) -> Transport:
-        """Connect the ranks by the transport of a job without Horovod."""
         from hvdkit.plugins.horovod.engine import find_native_part
         from hvdkit.plugins.horovod.transport import HorovodTransport
 

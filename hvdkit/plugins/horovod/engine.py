@@ -6,13 +6,13 @@ Horovod's Python is not loaded: ``import horovod`` may give hvdkit, and no proce
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from itertools import count
 from pathlib import Path
 from time import sleep
@@ -33,11 +33,10 @@ LARGEST = 1 << 30  # elements: Horovod passes their numbers on as C ints
 EVERYONE = 0  # Horovod's process set of all ranks
 # The transport below names a lost rank within this time: its time-out is that of Horovod's Gloo, and a second may pass.
 NAMING_SECONDS = 3.0
-# The numbers of Horovod's C interface.
-_OPS = ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.MIN, 3), (dist.ReduceOp.MAX, 4), (dist.ReduceOp.PRODUCT, 5))
-
 # The reason that is no surprise to a user who did not ask for Horovod.
 NOT_INSTALLED = "Horovod is not installed with its native part for PyTorch"
+# The numbers of Horovod's C interface.
+_OPS = ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.MIN, 3), (dist.ReduceOp.MAX, 4), (dist.ReduceOp.PRODUCT, 5))
 
 
 def find_native_part() -> Path | None:
@@ -51,35 +50,22 @@ class NativeHorovod:
 
     def __init__(self, path: Path) -> None:
         """Raises ImportError or OSError where it was built for another PyTorch or MPI than there is."""
-        spec = importlib.util.spec_from_file_location(_NAME, path)
-        assert spec is not None, path
-        assert spec.loader is not None, path
-        self.operations: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.operations)
-        self._calls = ctypes.CDLL(str(path))
-        self._calls.horovod_init.restype = ctypes.c_bool
-        assert self._calls.horovod_add_process_set, "an AttributeError: before 0.23, operations had other arguments"
-        self._stuck, self._was_given_ranks, self.stopping = "", False, threading.Event()
+        loader = ExtensionFileLoader(_NAME, str(path))
+        self.operations: Any = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
+        loader.exec_module(self.operations)
+        self.calls = ctypes.CDLL(str(path))
+        self.calls.horovod_init.restype = ctypes.c_bool
+        assert self.calls.horovod_add_process_set, "an AttributeError: before 0.23, operations had other arguments"
+        self.was_given_ranks = False  # the engine keeps the ranks of earlier jobs, so it must be given those of later
+        self.stopping = threading.Event()
+        self._stuck = ""
         self._shutdown: TimedCall[Any] | None = None
-
-    def was_built_with(self, controller: str) -> bool:
-        """True if the ranks of this library's engine can talk by a controller: "mpi" or "gloo"."""
-        return bool(getattr(self._calls, f"horovod_{controller}_built")())
 
     def problem(self) -> str:
         """Return the reason why the engine cannot be started in this process; "" if it can."""
         if self._stuck:
             return self._stuck
-        return "Horovod was started in this process by somebody else" if self._calls.horovod_is_initialized() else ""
-
-    def needs_ranks(self, ranks: list[int]) -> bool:
-        """True if Horovod must be told the MPI ranks of this job, as on all its ranks.
-
-        It takes all of MPI's ranks by itself, for which Open MPI need not ask mpirun, but keeps ranks of earlier jobs.
-        """
-        from mpi4py import MPI
-
-        return self._was_given_ranks or ranks != list(range(MPI.COMM_WORLD.Get_size()))
+        return "Horovod was started in this process by somebody else" if self.calls.horovod_is_initialized() else ""
 
     def start(
         self, rank: int, size: int, members: list[int], timeout_seconds: float, environment: dict[str, str | None]
@@ -89,17 +75,17 @@ class NativeHorovod:
         ``members``: the MPI ranks of this job, none for all of them. ``environment``: set during the start.
         """
         self.stopping.clear()
-        self._was_given_ranks |= bool(members)
-        self._shutdown = TimedCall(self._calls.horovod_shutdown, THREAD)
+        self.was_given_ranks |= bool(members)
+        self._shutdown = TimedCall(self.calls.horovod_shutdown, THREAD)
         numbers = (ctypes.c_int * len(members))(*members)
-        start = TimedCall(lambda: bool(self._calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
+        start = TimedCall(lambda: bool(self.calls.horovod_init(numbers, len(members), None, None, 0)), THREAD)
         with for_a_while(environment):
             if not start.within(timeout_seconds):
                 self._stuck = f"it was not ready after {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS)"
                 return self._stuck
         if not start.result():
             return "it refused"
-        place = self._calls.horovod_rank(), self._calls.horovod_size()
+        place = self.calls.horovod_rank(), self.calls.horovod_size()
         if place != (rank, size):
             return f"it takes rank {rank} of {size} for rank {place[0]} of {place[1]}, so it uses another MPI"
         return ""
@@ -111,8 +97,10 @@ class NativeHorovod:
         if not self._stuck and shutdown is not None and not shutdown.within(timeout_seconds):
             self._stuck = "Horovod's engine of a former job still waits for a rank that was lost"
 
-    def wait(self, handle: int) -> None:
-        """Block until an operation is done, without a busy core as in Horovod's own wait. Raises RuntimeError."""
+    def run(self, kind: str, tensor: Tensor, *arguments: Any) -> None:
+        """Run an operation of the engine, without a busy core as in Horovod's own wait. Raises RuntimeError."""
+        function = f"horovod_torch_{kind}_async_{str(tensor.type()).replace('.', '_')}"
+        handle = getattr(self.operations, function)(tensor, *arguments)
         pause = SHORTEST_PAUSE
         while not self.operations.horovod_torch_poll(handle):
             if self.stopping.is_set():
@@ -122,10 +110,8 @@ class NativeHorovod:
         self.operations.horovod_torch_wait_and_clear(handle)
 
 
-@cache
-def load(path: Path) -> NativeHorovod:
-    """Return the library of this process. Raises ImportError or OSError where it cannot be loaded."""
-    return NativeHorovod(path)
+# Return the library of this process. Raises ImportError or OSError where it cannot be loaded.
+load = cache(NativeHorovod)
 
 
 class LaunchEnd(Future[None]):
@@ -150,7 +136,7 @@ class HorovodGroup:
     ) -> None:
         self._native, self._rank, self._size = native, rank, size
         self._label, self._waiters, self._finished = label, waiters, finished
-        self._launched = 0
+        self._numbers = count()  # of the launches
         self._here = threading.local()  # of the thread of a launch: the names of its operations
 
     def rank(self) -> int:
@@ -163,8 +149,7 @@ class HorovodGroup:
         return None  # work of a thread on the CPU is done at once
 
     def launch(self, device: torch.device, after: Sequence[Any], tensors: list[Tensor], work: Launch) -> LaunchEnd:
-        name, end = f"hvdkit.{self._label}.{self._launched}", LaunchEnd()
-        self._launched += 1
+        name, end = f"hvdkit.{self._label}.{next(self._numbers)}", LaunchEnd()
 
         def run() -> None:
             self._here.names = (f"{name}.{number}".encode() for number in count(1))
@@ -186,13 +171,13 @@ class HorovodGroup:
         # Horovod sums no 8 bits. Sums that overflow come out the same, since only the upper bits are cut off.
         wide = flat.to(torch.int32) if flat.element_size() == 1 else flat
         for part in torch.split(wide, LARGEST):
-            self._run("allreduce", part, part, 1, next(self._here.names), number, 1.0, 1.0, EVERYONE)
+            self._native.run("allreduce", part, part, 1, next(self._here.names), number, 1.0, 1.0, EVERYONE)
         if wide is not flat:
             flat.copy_(wide)
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> None:
         for part in torch.split(tensors[0], LARGEST):
-            self._run("broadcast", part, part, options.rootRank, next(self._here.names), EVERYONE)
+            self._native.run("broadcast", part, part, options.rootRank, next(self._here.names), EVERYONE)
 
     def alltoall_base(self, output: Tensor, own: Tensor, *_splits: Sequence[int]) -> None:
         """Send part p of ``own`` to rank p, and fill part p of ``output`` from there."""
@@ -202,21 +187,14 @@ class HorovodGroup:
         self._exchange("allgather", output, own, 1)
 
     def _exchange(self, kind: str, output: Tensor, own: Tensor, rows: int) -> None:
-        """Exchange rows of elements, in pieces of which Horovod can count those of all ranks."""
-        # It knows no bfloat16.
-        output, own = (flat.view(torch.uint8 if flat.element_size() == 1 else torch.int16) for flat in (output, own))
-        elements, step = own.numel() // rows, max(1, LARGEST // self._size)
-        for begin in range(0, elements, step):
-            end = min(begin + step, elements)
-            piece = own.view(rows, elements)[:, begin:end].contiguous().view(-1)
-            received = output if end - begin == elements else output.new_empty((end - begin) * self._size)
-            splits = torch.full((rows,), end - begin, dtype=torch.int32)
-            arguments = (received,) if rows == 1 else (splits, received, torch.empty_like(splits))
-            self._run(kind, piece, *arguments, next(self._here.names), EVERYONE)
-            if received is not output:
-                output.view(self._size, elements)[:, begin:end].copy_(received.view(self._size, -1))
-
-    def _run(self, kind: str, tensor: Tensor, *arguments: Any) -> None:
-        """Start an operation of the engine, and wait for it."""
-        function = f"horovod_torch_{kind}_async_{str(tensor.type()).replace('.', '_')}"
-        self._native.wait(getattr(self._native.operations, function)(tensor, *arguments))
+        """Exchange rows, in pieces of which Horovod can count those of all ranks."""
+        step = max(1, LARGEST // self._size)
+        # As bytes: Horovod knows no bfloat16.
+        outputs = torch.split(output.view(torch.uint8).view(self._size, -1), step, dim=1)
+        pieces = torch.split(own.view(torch.uint8).view(rows, -1), step, dim=1)
+        for place, piece in zip(outputs, pieces, strict=True):
+            received = place.contiguous()  # the place itself if there is a single piece
+            splits = torch.full((rows,), piece.shape[1], dtype=torch.int32)
+            arguments = (received.view(-1),) if rows == 1 else (splits, received.view(-1), torch.empty_like(splits))
+            self._native.run(kind, piece.contiguous().view(-1), *arguments, next(self._here.names), EVERYONE)
+            place.copy_(received)

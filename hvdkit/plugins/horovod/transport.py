@@ -16,9 +16,9 @@ from hvdkit.environments.libraries import horovod_variables
 from hvdkit.environments.network import interface_of, own_addresses
 from hvdkit.errors import TransportUnavailableError
 from hvdkit.plugins.horovod.engine import NOT_INSTALLED, HorovodGroup, LaunchEnd, NativeHorovod, load
-from hvdkit.plugins.horovod.key_value_server import KeyValueServer
 from hvdkit.transports.base import Exchange, Layer, Transfer, Transport
 from hvdkit.transports.gpu.device import DeviceCollectives
+from hvdkit.transports.security.key_value_server import KeyValueServer
 from hvdkit.transports.security.listening import addresses_for
 from hvdkit.transports.waiters import Waiters
 
@@ -55,38 +55,25 @@ class HorovodTransport(Layer):
         where an engine that all ranks have does not start, since its remains may end the process later.
         """
         super().start(exchange, start_seconds, silence_seconds)
-        native, controller, problem = self._prepare()
-        launched, server, interface = list(self._world.launched), None, ""
-        if controller == "gloo" and not problem:
-            try:
-                # Without an interface, Gloo takes the address of the host's own name, which often is a loopback.
-                interface = interface_of(addresses_for(self._world)[0])
-                server = KeyValueServer(self._world) if self.rank == 0 else None
-            except (OSError, TransportUnavailableError) as error:
-                problem = f"there is no address where Horovod's ranks could meet: {error}"
+        server: KeyValueServer | None = None
+        try:
+            own, server = self._prepare()
+        except TransportUnavailableError as error:  # the other ranks wait for this rank's report
+            own = {"problem": str(error)}
         with nullcontext() if server is None else closing(server):
-            report = {
-                "problem": problem,
-                "controller": controller,
-                "meeting": server and server.address,
-                "addresses": own_addresses(),
-                "by_number": controller == "mpi" and native is not None and native.needs_ranks(launched),
-            }
-            reports = [json.loads(blob) for blob in exchange(json.dumps(report).encode())]
-            problem = common_problem(reports)
-            if problem:
+            reports = [json.loads(blob) for blob in exchange(json.dumps(own).encode())]
+            if problem := common_problem(reports):
                 return self._without(problem)
-            assert native is not None, "a rank without the library has a problem"
-            self._native = native
+            assert self._native is not None, "a rank without the library has a problem"
             if server is not None:
                 server.admit(address for report in reports for address in report["addresses"])
-            members = launched if any(report["by_number"] for report in reports) else []
-            address = reports[0]["meeting"]
-            environment = horovod_variables(controller, self.rank, self.size, address, silence_seconds, interface)
-            problem = native.start(self.rank, self.size, members, start_seconds, environment)
+            members = list(self._world.launched) if any(report["by_number"] for report in reports) else []
+            environment = horovod_variables(
+                own["controller"], self.rank, self.size, reports[0]["meeting"], silence_seconds, own["interface"]
+            )
+            problem = self._native.start(self.rank, self.size, members, start_seconds, environment)
             outcomes = [blob.decode() for blob in exchange(problem.encode())]
-        problem = next((f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text), "")
-        if problem:
+        if problem := next((f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text), ""):
             raise TransportUnavailableError(
                 f"Horovod's engine did not start: {problem}.\n"
                 "HINT: see what it printed, and whether hosts reach each other (HOROVOD_GLOO_IFACE, firewalls); "
@@ -95,22 +82,43 @@ class HorovodTransport(Layer):
         self.device_types = self.inner.device_types | {"cpu"}
         return self
 
-    def _prepare(self) -> tuple[NativeHorovod | None, str, str]:
-        """Return the library, its controller ("mpi" or "gloo"), and this rank's obstacle, "" if there is none."""
+    def _prepare(self) -> tuple[dict[str, Any], KeyValueServer | None]:
+        """Load the library. Return what the other ranks must know, and rank 0's server where Gloo's ranks meet.
+
+        Raises TransportUnavailableError with the obstacle of this rank.
+        """
         if self._native_part is None:
-            return None, "", NOT_INSTALLED
+            raise TransportUnavailableError(NOT_INSTALLED)
         try:
-            native = load(self._native_part)
+            self._native = native = load(self._native_part)
         except (AttributeError, ImportError, OSError) as error:
-            cause = str(error).splitlines()[0]
-            return None, "", f"Horovod's native part cannot be loaded; it was built for another PyTorch or MPI: {cause}"
-        if self.inner.carrier == "mpi" and native.was_built_with("mpi"):
-            return native, "mpi", native.problem() or _mpi_problem()
-        if not native.was_built_with("gloo"):
-            return native, "", "Horovod was built without Gloo, and MPI does not connect these ranks"
-        return native, "gloo", native.problem()
+            cause = f"it was built for another PyTorch or MPI: {str(error).splitlines()[0]}"
+            raise TransportUnavailableError(f"Horovod's native part cannot be loaded; {cause}") from error
+        if problem := native.problem():
+            raise TransportUnavailableError(problem)
+        report = {"problem": "", "addresses": own_addresses(), "by_number": False, "meeting": None, "interface": ""}
+        if self.inner.carrier == "mpi" and native.calls.horovod_mpi_built():
+            from mpi4py import MPI
+
+            if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+                fact = "MPI was started without MPI_THREAD_MULTIPLE"
+                raise TransportUnavailableError(f"{fact}, and Horovod's engine calls it from a thread of its own")
+            # Horovod takes all of MPI's ranks by itself, for which Open MPI need not ask mpirun.
+            are_all = list(self._world.launched) == list(range(MPI.COMM_WORLD.Get_size()))
+            return report | {"controller": "mpi", "by_number": native.was_given_ranks or not are_all}, None
+        if not native.calls.horovod_gloo_built():
+            raise TransportUnavailableError("Horovod was built without Gloo, and MPI does not connect these ranks")
+        try:
+            # Without an interface, Gloo takes the address of the host's own name, which often is a loopback.
+            interface = interface_of(addresses_for(self._world)[0])
+            server = KeyValueServer(self._world) if self.rank == 0 else None
+        except (OSError, TransportUnavailableError) as error:
+            raise TransportUnavailableError(f"there is no address where Horovod's ranks could meet: {error}") from error
+        meeting = None if server is None else server.address
+        return report | {"controller": "gloo", "meeting": meeting, "interface": interface}, server
 
     def _without(self, problem: str) -> Transport:
+        """Return the transport below. Raises TransportUnavailableError if the user asked for Horovod's engine."""
         if self._required:
             raise TransportUnavailableError(
                 f"HVDKIT_TRANSPORT=horovod cannot be used: {problem}.\n"
@@ -148,14 +156,6 @@ class HorovodTransport(Layer):
         self._waiters.close(timeout_seconds=1.0)
         self._waker = lambda: None
         super().close(graceful)
-
-
-def _mpi_problem() -> str:
-    from mpi4py import MPI
-
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        return "MPI was started without MPI_THREAD_MULTIPLE, and Horovod's engine calls it from a thread of its own"
-    return ""
 
 
 def common_problem(reports: Sequence[dict[str, Any]]) -> str:

@@ -2,5 +2,6 @@
 
 ``rendezvous`` finds the ``store`` by each launcher's own way, ``admission`` brings the ranks of one attempt together
 there, at addresses of ``listening``, and ``credentials`` begin each connection with a proof of fixed length, before the
-first byte that is parsed. Lengths are checked before memory is taken.
+first byte that is parsed. Lengths are checked before memory is taken. Ranks of Horovod's engine (``plugins/horovod``)
+meet at the ``key_value_server``.
 """

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hvdkit.environments.base import World
@@ -44,6 +43,7 @@ NEVER = timedelta(days=3650)  # Gloo breaks every connection when a wait times o
 _ADDRESS = struct.Struct("<46sH")  # host and port
 LEADER = "rank 0"  # the key of rank 0's word, whose nonce is the attempt's name
 ANSWER = "met"
+DIGEST_BYTES = hashlib.sha256().digest_size  # of rank 0's answer
 LISTING_SECONDS = 1.0
 
 Address = tuple[str, int]
@@ -74,7 +74,7 @@ def admit(
             attempt_store, words = attempt.lead(timeout_seconds) if world.rank == 0 else attempt.follow(timeout_seconds)
     except TransportUnavailableError:
         raise
-    except (RuntimeError, dist.DistError) as error:
+    except RuntimeError as error:
         raise TransportUnavailableError(
             f"rank {world.rank} lost the store where the ranks meet: {str(error).splitlines()[0]}\n"
             "HINT: see what rank 0 printed, and the launcher; whoever serves the store has ended."
@@ -103,10 +103,6 @@ class Authenticator:
     def seal(self, label: str, value: bytes) -> bytes:
         """Return the word that stands in the store for a value."""
         return value if self._credentials is None else self._credentials.seal(label, value)
-
-    def unseal(self, label: str, word: bytes) -> bytes:
-        """Return the value of a word with a label. Raises AuthenticationError."""
-        return word if self._credentials is None else unseal_at(label, self._credentials, label, word)
 
     def introduction(self, rank: int, word: bytes) -> tuple[bytes, Address]:
         """Return a rank's nonce and address. Raises AuthenticationError that names the rank."""
@@ -154,7 +150,7 @@ class _Attempt:
         self._store.set(LEADER, leader_word)
         try:
             attempt_store.wait(self._keys, timedelta(seconds=timeout_seconds))
-        except (RuntimeError, dist.DistError) as error:
+        except RuntimeError as error:
             raise self._late(_missing(attempt_store, self._keys), timeout_seconds) from error
         words = self._words(attempt_store)
         # A rank 0 that was taken for dead, and has a successor already, must not take ranks from the successor.
@@ -178,7 +174,7 @@ class _Attempt:
                 self._authenticator.unseal_from(0, LEADER, leader_word)
             if attempt_store is not None and attempt_store.check([ANSWER]):
                 words = self._words(attempt_store)
-                answer = self._authenticator.unseal(ANSWER, attempt_store.get(ANSWER))
+                answer = self._authenticator.unseal_from(0, ANSWER, attempt_store.get(ANSWER), DIGEST_BYTES)
                 # A dead rank 0 has not answered this rank's word. A newer rank 0 may have come just now.
                 is_own = answer == digest(words) and words[self._world.rank] == self._word
                 if is_own and self._store.get(LEADER) == following:
@@ -227,7 +223,7 @@ def _missing(store: Any, keys: Sequence[str]) -> list[int]:
     for rank, key in enumerate(keys):
         if absent and monotonic() > deadline:
             break
-        with suppress(RuntimeError, dist.DistError):
+        with suppress(RuntimeError):
             if store.check([key]):
                 continue
         absent.append(rank)
@@ -265,7 +261,12 @@ class SealedStore(Store):
         self._bare.set(key, self._credentials.seal(f"{self._prefix}/{key}", plain))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        return unseal_at(key, self._credentials, f"{self._prefix}/{key}", self._bare.get(key))
+        try:
+            return self._credentials.unseal(f"{self._prefix}/{key}", self._bare.get(key))
+        except NotAuthenticError:
+            raise AuthenticationError(
+                f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
+            ) from None
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._bare.check(keys))
@@ -285,13 +286,3 @@ class SealedStore(Store):
             host, port = self.get("plain").decode().split()
             served = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         self.plain = PrefixStore("plain", served)
-
-
-def unseal_at(key: str, credentials: Credentials, label: str, sealed: bytes) -> bytes:
-    """Return the value that a rank has sealed with a label, and put at a key. Raises AuthenticationError."""
-    try:
-        return credentials.unseal(label, sealed)
-    except NotAuthenticError:
-        raise AuthenticationError(
-            f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
-        ) from None

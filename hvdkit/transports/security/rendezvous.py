@@ -117,7 +117,7 @@ def _agents_store(world: World, rendezvous: Rendezvous, timeout_seconds: float) 
     try:
         with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
             return TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False)
-    except (RuntimeError, dist.DistError) as error:
+    except RuntimeError as error:
         raise _unreached(world, rendezvous, timeout_seconds, error) from error
 
 

@@ -1,4 +1,4 @@
-"""The key-value server on rank 0 where Gloo's ranks of Horovod's engine meet; only Horovod's launcher has its own."""
+"""A key-value server on rank 0, where Gloo's ranks of Horovod's engine meet; only Horovod's launcher has its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from hvdkit.transports.security.listening import addresses_for
 logger = logging.getLogger("hvdkit")
 
 LARGEST_VALUE = 1 << 20  # bytes
-BYTES_OF_A_PAIR = 512  # of ranks: Gloo's addresses take 136 bytes, in two groups
-KEYS_OF_A_RANK = 16  # Gloo has one for each of its three groups
 POLL_SECONDS = 0.02  # between two looks at whether to end
-SILENCE_SECONDS = 10.0  # of a client
-MOST_LOGGED = 5  # addresses of refused clients
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: KeyValueServer
-    timeout = SILENCE_SECONDS
+    timeout = 10.0  # seconds of a client's silence
 
     def parse_request(self) -> bool:
         if not super().parse_request():
@@ -45,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(value) < nbytes:  # too long, or cut off in the middle: the client will try again
             self._answer(400)
         else:
-            self._answer(200 if self.server.keep(self.path, value) else 409)
+            self._answer(200 if self.server.values.setdefault(self.path, value) == value else 409)
 
     def do_DELETE(self) -> None:
         """Keep the value: this client has all it needs, others may not."""
@@ -62,7 +58,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class KeyValueServer(ThreadingHTTPServer):
-    """Serves from a thread of its own until it is closed. ``address`` has its host and port."""
+    """Serves from a thread of its own, from ``admit`` until it is closed. ``address`` has its host and port.
+
+    The first value of a key stays.
+    """
 
     daemon_threads = True
     request_queue_size = 1024  # all ranks come at once
@@ -75,22 +74,17 @@ class KeyValueServer(ThreadingHTTPServer):
         self.values: dict[str, bytes] = {}
         self._refused: set[str] = set()
         self._hosts: frozenset[str] = frozenset()
-        self._hosts_are_known, self._lock = threading.Event(), threading.Lock()
-        self._most_keys = KEYS_OF_A_RANK * world.size
-        self._bytes_left = LARGEST_VALUE + BYTES_OF_A_PAIR * world.size**2
-        threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), name="hvdkit-meeting", daemon=True).start()
+        self._thread = threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), daemon=True)
 
     def admit(self, addresses: Iterable[str]) -> None:
-        """Admit clients at these addresses, which have waited until now."""
+        """Admit clients at these addresses, of which early ones have waited until now."""
         self._hosts = frozenset(addresses)
-        self._hosts_are_known.set()
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def admits(self, address: str) -> bool:
         """True if a client is on a host of the job: Horovod's ranks have no other proof."""
-        # Another rank may learn the addresses a moment before this one.
-        if self._hosts_are_known.wait(SILENCE_SECONDS) and address in self._hosts:
-            return True
-        if address not in self._refused and len(self._refused) < MOST_LOGGED:
+        if address not in self._hosts and address not in self._refused:
             self._refused.add(address)
             # At once: Horovod ends a rank that is refused, and this job with it.
             logger.warning(
@@ -98,25 +92,15 @@ class KeyValueServer(ThreadingHTTPServer):
                 "engine meet. If it is a rank behind a translation of addresses, set HVDKIT_TRANSPORT=torch or mpi.",
                 address,
             )
-        return False
+        return address in self._hosts
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print errors but those of a client that goes away in the middle."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
-    def keep(self, key: str, value: bytes) -> bool:
-        """True if the value is at the key from now on: the first value stays."""
-        with self._lock:
-            if key in self.values:
-                return self.values[key] == value
-            if len(self.values) >= self._most_keys or len(value) > self._bytes_left:
-                return False
-            self.values[key] = value
-            self._bytes_left -= len(value)
-            return True
-
     def close(self) -> None:
         """Stop serving, and close the socket."""
-        self.shutdown()
+        if self._thread.is_alive():
+            self.shutdown()
         self.server_close()
