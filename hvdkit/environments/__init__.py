@@ -40,4 +40,4 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
     for launcher in _launchers:
         if (world := launcher(environ)) is not None:
             return world
-    return World("none", rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+    return World("none", rank=0, size=1, local_rank=0, local_size=1)

@@ -29,15 +29,13 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class World:
-    """The place of a process in its job. Local and cross ranks are None where the launcher does not set them."""
+    """The place of a process in its job. Local rank and size are None where the launcher does not set them."""
 
     launcher: str
     rank: int
     size: int
     local_rank: int | None = None
     local_size: int | None = None
-    cross_rank: int | None = None
-    cross_size: int | None = None
     rendezvous: Rendezvous | None = None
     mpi: bool = False  # the launcher started an MPI job, so MPI_COMM_WORLD is this world
     job: str = "0"  # the same on all ranks of a job, different in the next job
@@ -51,7 +49,7 @@ class World:
     def part(self, members: Sequence[int]) -> World:
         """Return the smaller job of the ranks in ``members``, this rank among them, numbered in that order."""
         index, size, job = members.index(self.rank), len(members), f"{self.job}/{'-'.join(map(str, members))}"
-        part = replace(self, rank=index, size=size, cross_rank=None, cross_size=None, job=job, members=tuple(members))
+        part = replace(self, rank=index, size=size, job=job, members=tuple(members))
         here = self.local_size == self.size  # all ranks are on one host, and so are the members
         return replace(part, local_rank=index if here else None, local_size=size if here else None)
 
@@ -67,8 +65,6 @@ class Names(NamedTuple):
     size: str
     local_rank: str = ""
     local_size: str = ""
-    cross_rank: str = ""
-    cross_size: str = ""
 
 
 def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: str) -> World | None:
@@ -80,13 +76,12 @@ def read_world(launcher: str, environ: Mapping[str, str], names: Names, hint: st
         raise half_set(launcher, environ, (names.rank, names.size), hint)
     rank, size = _pair(environ, names.rank, names.size)
     local_rank, local_size = _pair(environ, names.local_rank, names.local_size)
-    cross_rank, cross_size = _pair(environ, names.cross_rank, names.cross_size)
     assert rank is not None
     assert size is not None
     if local_size is not None and local_size > size:
         fact = f"{names.local_size}={local_size} is larger than {names.size}={size}"
         raise EnvironmentConflictError(f"{fact}\n{_DIFFERENT_LAUNCHERS}")
-    return World(launcher, rank, size, local_rank, local_size, cross_rank, cross_size, job=_job_identifier(environ))
+    return World(launcher, rank, size, local_rank, local_size, job=_job_identifier(environ))
 
 
 def half_set(launcher: str, environ: Mapping[str, str], names: Sequence[str], hint: str) -> EnvironmentConflictError:

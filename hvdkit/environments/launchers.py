@@ -15,7 +15,7 @@ from hvdkit.errors import EnvironmentConflictError
 HOROVODRUN = "horovodrun"
 _LISTENER = "HVDKIT_RENDEZVOUS_FD"
 _FORMER_JOB = "unset what a former job left behind"
-_TORCHRUN = Names(*BY_HAND, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_TORCHRUN = Names(*BY_HAND, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN_HINT = (
     "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process, or start with hvdkitrun, or unset them"
 )
@@ -46,8 +46,7 @@ def horovodrun(environ: Mapping[str, str]) -> World | None:
 def _world_with_rendezvous(
     environ: Mapping[str, str], launcher: str, prefix: str, meeting: str, kind: str, hint: str
 ) -> World | None:
-    parts = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-    names = Names(*(f"{prefix}_{part}" for part in parts))
+    names = Names(*(f"{prefix}_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
     address, port_name = f"{meeting}_ADDR", f"{meeting}_PORT"
     world = read_world(launcher, environ, names, hint)
     if world is None:
@@ -113,8 +112,6 @@ def srun(environ: Mapping[str, str]) -> World | None:
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS",
         local_rank="SLURM_LOCALID",
-        cross_rank="SLURM_NODEID",
-        cross_size="SLURM_STEP_NUM_NODES",
     )
     world = read_world("srun", environ, names, _SRUN_HINT)
     if world is None:

@@ -42,12 +42,10 @@ def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:
     local_size = own["local_size"] if own["local_size"] is not None else len(node)
     # Nodes that have a rank with this local rank, and the index of this node among them.
     column = [members for members, there in zip(nodes, local_ranks, strict=True) if local_rank in there]
-    cross_rank = own["cross_rank"] if own["cross_rank"] is not None else column.index(node)
-    cross_size = own["cross_size"] if own["cross_size"] is not None else len(column)
     cores = [[set(reports[member]["cores"]) for member in members] for members in nodes]
     threads = [sum(int(reports[member]["threads"]) for member in members) for members in nodes]
     return Topology(
-        rank, len(reports), local_rank, local_size, cross_rank, cross_size,
+        rank, len(reports), local_rank, local_size, column.index(node), len(column),
         is_homogeneous=len({len(members) for members in nodes}) == 1,
         hosts=tuple(str(report["host"]) for report in reports),
         nodes=tuple(tuple(members) for members in nodes),

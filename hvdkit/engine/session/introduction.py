@@ -46,7 +46,8 @@ def introduce(
     report = {
         "version": hvdkit.__version__,
         "host": socket.gethostname(),
-        **{name: getattr(world, name) for name in ("local_rank", "local_size", "cross_rank", "cross_size")},
+        "local_rank": world.local_rank,
+        "local_size": world.local_size,
         "cores": usable_cores(),  # by number: ranks may be bound to different ones
         "threads": settings.compute_threads,
         "process_sets": [list(ranks) for ranks in process_sets],
