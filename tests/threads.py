@@ -64,7 +64,7 @@ def on_threads(
 
     def rank_runs(rank: int) -> None:
         try:
-            world = World("threads", rank, size, rank % there, there, rank // there, -(-size // there))
+            world = World("threads", rank, size, rank % there, there)
             session = Session(transport(rank, size, wires), world, asked, process_sets)
             try:
                 results[rank] = run(session)

@@ -162,13 +162,8 @@ def test_who_leaves_blames_nobody_for_the_silence_while_the_whole_machine_was_pa
     assert watch.lost_since([1], 0.0, 106.0) == [SILENT_1]
 
 
-def report(
-    host, local_rank=None, local_size=None, cross_rank=None, cross_size=None, cores=(0, 1, 2, 3, 4, 5, 6, 7), threads=1
-):
-    return {
-        "host": host, "local_rank": local_rank, "local_size": local_size,
-        "cross_rank": cross_rank, "cross_size": cross_size, "cores": cores, "threads": threads,
-    }  # fmt: skip
+def report(host, local_rank=None, local_size=None, cores=(0, 1, 2, 3, 4, 5, 6, 7), threads=1):
+    return {"host": host, "local_rank": local_rank, "local_size": local_size, "cores": cores, "threads": threads}
 
 
 @pytest.mark.parametrize(

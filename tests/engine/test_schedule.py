@@ -157,7 +157,7 @@ def test_a_node_on_which_one_rank_cannot_share_memory_falls_into_single_ranks():
 
 def test_ranks_that_share_cores_do_not_watch_but_sleep():
     def spins(*cores: list[int], polling: bool = True) -> float:
-        launcher = dict.fromkeys(["local_rank", "local_size", "cross_rank", "cross_size"])
+        launcher = dict.fromkeys(["local_rank", "local_size"])
         reports = [{**launcher, "host": "a", "cores": one, "threads": 1} for one in cores]
         transport = MemoryTransport(0, len(reports), Wires(len(reports)))
         transport.polling = polling

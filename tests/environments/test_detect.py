@@ -40,12 +40,12 @@ SRUN = variables(
 BATCH_SCRIPT = variables("SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_NTASKS=3 SLURM_LOCALID=0")
 SRUN_PORT = 20000 + 100 * 31 + 3
 TCP = Rendezvous("tcp", "h0", 29500)
-ALONE = World("none", 0, 1, 0, 1, 0, 1)
-OF_HVDKITRUN = World("hvdkitrun", 0, 4, 0, 2, 0, 2, Rendezvous("fd", "127.0.0.1", 23456, 5), job="1f")
-OF_TORCHRUN = World("torchrun", 1, 2, 1, 2, 0, 1, Rendezvous("agent", "h0", 29500), job="run-7")
+ALONE = World("none", 0, 1, 0, 1)
+OF_HVDKITRUN = World("hvdkitrun", 0, 4, 0, 2, Rendezvous("fd", "127.0.0.1", 23456, 5), job="1f")
+OF_TORCHRUN = World("torchrun", 1, 2, 1, 2, Rendezvous("agent", "h0", 29500), job="run-7")
 OF_OPENMPI = World("openmpi", 2, 4, 0, 2, mpi=True, job="prterun-h-12@1")
-OF_SRUN_MPI = World("srun", 2, 3, 0, 1, 1, 2, mpi=True, job="100.3")
-OF_SRUN = World("srun", 2, 3, 0, 1, 1, 2, Rendezvous("tcp", "node07", SRUN_PORT), job="100.3")
+OF_SRUN_MPI = World("srun", 2, 3, 0, 1, mpi=True, job="100.3")
+OF_SRUN = World("srun", 2, 3, 0, 1, Rendezvous("tcp", "node07", SRUN_PORT), job="100.3")
 
 CASES = {
     "no launcher": ({}, ALONE),
@@ -54,7 +54,7 @@ CASES = {
         HVDKITRUN | variables("HVDKIT_RANK=3 HVDKIT_LOCAL_RANK=1"),
         replace(OF_HVDKITRUN, rank=3, local_rank=1, rendezvous=Rendezvous("tcp", "127.0.0.1", 23456)),
     ),
-    "horovodrun --gloo": (HOROVODRUN, World("horovodrun", 3, 4, 1, 2, 1, 2, Rendezvous("http", "10.0.0.1", 4444))),
+    "horovodrun --gloo": (HOROVODRUN, World("horovodrun", 3, 4, 1, 2, Rendezvous("http", "10.0.0.1", 4444))),
     "torchrun with the agent's store": (TORCHRUN, OF_TORCHRUN),
     "torchrun with a store of its own": (
         TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"},

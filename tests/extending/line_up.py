@@ -16,7 +16,7 @@ def detect(environ: Mapping[str, str]) -> World | None:
     if VARIABLE not in environ:
         return None
     rank, size, job = environ[VARIABLE].split("/")
-    return World("line-up", int(rank), int(size), int(rank), int(size), 0, 1, job=job)
+    return World("line-up", int(rank), int(size), int(rank), int(size), job=job)
 
 
 def launch(command: list[str], size: int, environment: dict[str, str]) -> list[subprocess.Popen[str]]:
