@@ -27,7 +27,6 @@ class TensorFlowGradients(backends.OptimizerGradients):
     settings: GradientSettings
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]) -> list[Any]:
-        """See OptimizerGradients."""
         return reduce_gradients(self.settings, gradients, variables, local)
 
 
