@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,7 +41,6 @@ class TrainStepHooks(ParameterHooks):
 
     def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
         super().__init__(complete, name_of)
-        self._completions: dict[int, int] = {}  # by parameter id, since begin()
         self._is_open = self._hands_over = False  # True between begin() and end()
         self._completes_once = False  # the last watched pass completed each gradient once
         self._was_wrong = False  # a pass that handed over completed a gradient twice
@@ -53,24 +52,21 @@ class TrainStepHooks(ParameterHooks):
         self._completes_once = self._completes_once and not is_new
         return is_new
 
-    def _seen(self) -> Set[int]:
-        return self._completions.keys()
-
     def reset(self) -> None:
         """Begin a new step."""
         self.touched = False
 
     def begin(self) -> None:
         """Begin a backward pass, which alone runs until ``end()``."""
-        self._completions.clear()
+        self._passes.clear()
         self._is_open = True
         may_hand_over = self._completes_once and not self._was_wrong
         self._hands_over = may_hand_over and all(_is_last(handle) for handle, _ in self._handles.values())
 
     def end(self) -> None:
         """End a backward pass, and remember whether it completed each gradient once."""
-        if self._is_open and self._completions:
-            self._completes_once = all(times == 1 for times in self._completions.values())
+        if self._is_open and self._passes:
+            self._completes_once = all(times == 1 for times in self._passes.values())
         self.cancel()
 
     def cancel(self) -> None:
@@ -80,7 +76,7 @@ class TrainStepHooks(ParameterHooks):
     def _computed(self, parameter: torch.Tensor) -> None:
         if not self._is_open or runtime.is_forked():
             return
-        times = self._completions[id(parameter)] = self._completions.get(id(parameter), 0) + 1
+        times = self._passes[id(parameter)] = self._passes.get(id(parameter), 0) + 1
         if not self._hands_over:
             return
         if times > 1:
@@ -96,13 +92,6 @@ def _is_last(handle: RemovableHandle) -> bool:
     """True if no hook of the user's runs after hvdkit's on a parameter, and so sees or changes what it handed over."""
     hooks: Any = handle.hooks_dict_ref() or {}  # by ids, which ascend
     return all(is_of(hook, TrainStepHooks) for key, hook in hooks.items() if handle.id in hooks and key > handle.id)
-
-
-class _ParameterGroups:
-    """Parameters, as a torch.optim.Optimizer holds them."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": []}]
 
 
 class _KerasSynchronizer(GradientSynchronizer):
@@ -138,11 +127,11 @@ class _KerasSynchronizer(GradientSynchronizer):
 
 
 class TorchGradients(backends.OptimizerGradients):
-    """The gradients of the parameters under Keras's variables."""
+    """The gradients of the parameters under Keras's variables, in ``param_groups`` as of a torch.optim.Optimizer."""
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
-        self._parameters = _ParameterGroups()
+        self.param_groups: list[dict[str, Any]] = [{"params": []}]
         self._synchronizer: _KerasSynchronizer | None = None
 
     def begin_backward(self, local: Collection[Any]) -> None:
@@ -171,9 +160,9 @@ class TorchGradients(backends.OptimizerGradients):
             if parameter.grad is not gradients[index]:  # the caller's own tensor, which must stay as it is
                 parameter.grad = gradients[index].clone()
         synchronizer = self._synchronizer = self._synchronizer or self._new_synchronizer(variables)
-        self._parameters.param_groups[0]["params"] = parameters
+        self.param_groups[0]["params"] = parameters
         # hvdkit does not run between two steps, so the last update's result is verified before this one.
-        synchronizer.verification.updated(self._parameters.param_groups, synchronizer.name_of)
+        synchronizer.verification.updated(self.param_groups, synchronizer.name_of)
         try:
             synchronizer.synchronize()
         except BaseException as error:
@@ -193,7 +182,7 @@ class TorchGradients(backends.OptimizerGradients):
         named = [(name, variable.value) for name, variable in zip(names, variables, strict=True)]
         # DistributedStep adds up several passes before.
         own = self._settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
-        synchronizer = _KerasSynchronizer(self._parameters, own)  # type: ignore[arg-type]  # uses its param_groups only
+        synchronizer = _KerasSynchronizer(self, own)  # type: ignore[arg-type]  # uses its param_groups only
         synchronizer.verification = OptimizerVerification(own.process_set, BROADCAST)
         return synchronizer
 
