@@ -47,7 +47,6 @@ def reduce_and_step(
     gradients: GradientSynchronizer, plain_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Reduce the gradients and call the wrapped optimizer's ``plain_step``. A closure reduces them after each call."""
-    takes_closure = True
     if args and callable(args[0]):
         _synchronize_before_closure(gradients)
         args = (_synchronized_closure(gradients, args[0]), *args[1:])
@@ -55,23 +54,18 @@ def reduce_and_step(
         _synchronize_before_closure(gradients)
         kwargs = {**kwargs, "closure": _synchronized_closure(gradients, kwargs["closure"])}
     elif gradients.should_synchronize and not (gradients.for_scaler and gradients.is_synchronized):
-        takes_closure = False
         if gradients.is_synchronized:
             warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
         gradients.synchronize(updates=True)
     else:
         _check_synchronized(gradients)
-    gradients.forget_synchronized()
     try:
         result = plain_step(*args, **kwargs)
-    except BaseException:  # other ranks compare their parameters then
-        gradients.verification.updated(gradients.groups(), gradients.name_of)
-        raise
-    if gradients.in_flight:
-        raise AssertionError(COMPUTED_IN_STEP)
-    gradients.verification.updated(gradients.groups(), gradients.name_of)
-    if takes_closure:
+        if gradients.in_flight:
+            raise AssertionError(COMPUTED_IN_STEP)
+    finally:  # also after an error, since other ranks compare their parameters then
         gradients.forget_synchronized()
+        gradients.verification.updated(gradients.groups(), gradients.name_of)
     return result
 
 
