@@ -69,10 +69,6 @@ class PlannedGradients:
         """True if a slot's gradient counts, which it does also if its parameter was frozen after backward()."""
         return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
 
-    def _all_take_part(self) -> bool:
-        """True if the gradients of all slots count, so that no slot needs to be asked."""
-        return not self._left_out and len(self._watched) == len(self.parameters)
-
     def leave_out(self, ids: Collection[int]) -> None:
         """Reduce zeros for parameters that all ranks have cast: this step is the last of this lane."""
         self._left_out = {index for key in ids if (index := self.index.get(key)) is not None}
@@ -127,7 +123,7 @@ class PlannedGradients:
     ) -> list[Offer | None]:
         """Return this rank's contribution to each slot: the gradient itself or a copy; None for zeros."""
         small, forms, in_place, repeated = self._small, self._forms, self._in_place, self._repeated
-        all_take_part = self._all_take_part()
+        all_take_part = not self._left_out and len(self._watched) == len(self.parameters)
         offers: list[Offer | None] = []
         for i, gradient in zip(slots, gradients, strict=True):
             if i in filled:
@@ -178,12 +174,6 @@ class PlannedGradients:
 
     def finish(self) -> None:
         """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros."""
-        self._hand_over_rest()
-        self.lane.finish()
-        self._give_back()
-        self._start_step()
-
-    def _hand_over_rest(self) -> None:
         unready = self.lane.unready_slots()
         gradients = [self.parameters[i].grad for i in unready]
         for i, gradient in zip(unready, gradients, strict=True):
@@ -193,9 +183,11 @@ class PlannedGradients:
         if len(set(ids)) < len(ids):  # a gradient that is copied for one parameter must not be reduced for another
             self._repeated = {key for key, count in Counter(ids).items() if count > 1}
         filled = self._fill_small(unready, gradients) if self._small else set()
-        waiting = self._waiting
-        since = [waiting.get(i, UNSEEN) for i in unready]
+        since = [self._waiting.get(i, UNSEEN) for i in unready]
         self.lane.ready_all(unready, self._offers(unready, gradients, filled), since)
+        self.lane.finish()
+        self._give_back()
+        self._start_step()
 
     def _fill_small(self, slots: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> set[int]:
         """Copy the dense gradients of small slots together. Return the slots that were filled."""
@@ -215,7 +207,7 @@ class PlannedGradients:
         copies, small = self._copies, self._small
         in_place: list[torch.Tensor] = []
         into: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slot: a dense gradient and its result
-        all_take_part = self._all_take_part()
+        all_take_part = not self._left_out and len(self._watched) == len(self.parameters)
         for i, parameter in enumerate(self.parameters):
             if not (all_take_part or self._takes_part(i)):
                 continue

@@ -19,7 +19,7 @@ from hvdkit.torch.gradients import compression_state, watch
 from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
 from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned
-from hvdkit.torch.gradients.names import default_names, parameters_of
+from hvdkit.torch.gradients.names import default_names
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched, changed_since, raise_if_changed
@@ -80,8 +80,12 @@ class GradientSynchronizer:
 
     def trainable(self, complete: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """Return parameters by id, with frozen parameters in ``complete``, whose gradients were complete before."""
-        members = parameters_of(self.groups())
-        return {id(member): member for member in members if member.requires_grad or id(member) in complete}
+        return {
+            id(member): member
+            for group in self.groups()
+            for member in group["params"]
+            if member.requires_grad or id(member) in complete
+        }
 
     def bind(self) -> bool:
         """Prepare a step in the present job. Return True if there are other ranks to reduce with."""
