@@ -122,7 +122,7 @@ class _KerasSynchronizer(GradientSynchronizer):
         """End the step. Gradients that were handed over and not reduced, because of an exception, are abandoned."""
         self.hooks.cancel()
         planned = None if self._agreement is None else self._agreement.planned
-        if self.in_flight or (planned is not None and planned.lane.in_flight):
+        if self.hooks.touched or (planned is not None and planned.lane.in_flight):
             self.abandon(has_raised=True)
 
 

@@ -169,8 +169,7 @@ class Agreement:
     def finish(self, name_of: NameOf) -> None:
         """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
         if self.planned is not None:
-            self.planned.check_unchanged(name_of)
-            self.planned.finish()
+            self.planned.finish(name_of)
         if self.named.parameters:
             self.named.finish()
 

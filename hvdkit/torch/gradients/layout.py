@@ -164,13 +164,13 @@ def _extent(tensor: torch.Tensor) -> int:
     return (sum(steps) + 1) * tensor.element_size()
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the indices of dense tensors that may share memory with an earlier one."""
-    shared, reached = [], 0
+def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Return the indices of dense tensors that may share memory with an earlier one, or elements with each other."""
+    shared, reached = set(), 0
     for begin, index in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors)):
-        if begin < reached:
-            shared.append(index)
         tensor = tensors[index]
+        if begin < reached or torch._debug_has_internal_overlap(tensor) == 1:
+            shared.add(index)
         reached = max(reached, begin + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)))
     return shared
 

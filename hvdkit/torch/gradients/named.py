@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from hvdkit.engine.ops.hints import SPARSE
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import TOO_WIDE, Kinds, gradient_dtype, overlapping, storage_of
-from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_
+from hvdkit.torch.ops.allreduce import grouped_allreduce_async_
 from hvdkit.torch.ops.sparse import sparse_allreduce_async
 from hvdkit.torch.ops.sync import synchronize
 
@@ -84,17 +83,17 @@ class NamedGradients:
             if id(parameter) not in self._submitted and id(parameter) not in self._left_out:
                 group = self._group_of.get(id(parameter), (parameter,))
                 self._submit([member for member in group if id(member) not in self._left_out])
-        able = _able_to_hold(self.parameters)
+        dense: list[Any] = [each for each in self.parameters if storage_of(each.grad) is not None]
+        shared = overlapping([member.grad for member in dense])
+        able = {id(member) for index, member in enumerate(dense) if index not in shared}
         for wait, adopt in self._take_pending():
             for parameter, result in adopt(wait()):
                 if not parameter.requires_grad:
                     continue
-                if parameter.grad is None or result is None or result.layout is not torch.strided:
+                if id(parameter) not in able or result is None or result.layout is not torch.strided:
                     parameter.grad = result
-                elif id(parameter) in able:
+                elif parameter.grad is not None:
                     parameter.grad.copy_(result)
-                else:
-                    parameter.grad = result
 
     def abandon(self, waits: bool) -> None:
         """Forget the operations submitted in this step, after a wait for them if it ``waits``."""
@@ -139,17 +138,21 @@ class NamedGradients:
 
     def _submit_dense(self, group: Sequence[torch.Tensor]) -> Pending:
         compressed, contexts = zip(*map(self._compressed, group), strict=True)
-        is_single, settings = len(group) == 1, self._settings
-        start = partial(allreduce_async_, compressed[0]) if is_single else partial(grouped_allreduce_async_, compressed)
+        settings = self._settings
         prescale, postscale = settings.scales
-        factors = {"prescale_factor": prescale, "postscale_factor": postscale}
-        handle = start(name=self._names[id(group[0])], op=settings.op, process_set=settings.process_set, **factors)
+        handle = grouped_allreduce_async_(
+            compressed,
+            name=self._names[id(group[0])],
+            op=settings.op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=settings.process_set,
+        )
 
         def adopt(reduced: Any) -> Results:
-            gradients = [reduced] if is_single else reduced
             return [
                 (member, self._decompressed(member, gradient, context))
-                for member, gradient, context in zip(group, gradients, contexts, strict=True)
+                for member, gradient, context in zip(group, reduced, contexts, strict=True)
             ]
 
         return lambda: synchronize(handle), adopt
@@ -168,15 +171,3 @@ class NamedGradients:
             return [(parameter, reduced.to(parameter.device) if reduced._nnz() else None)]
 
         return wait, adopt
-
-
-def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """Return the ids of parameters whose dense gradients can hold results: those share no bytes with earlier ones."""
-    dense = [member for member in parameters if member.grad is not None and member.grad.layout is torch.strided]
-    gradients: list[Any] = [member.grad for member in dense]
-    shared = set(overlapping(gradients))
-    return {
-        id(parameter)
-        for index, (parameter, gradient) in enumerate(zip(dense, gradients, strict=True))
-        if index not in shared and torch._debug_has_internal_overlap(gradient) != 1
-    }

@@ -87,7 +87,7 @@ class PlannedGradients:
         if watched is not None:
             self._watched[i] = watched
             if is_moved(watched, gradient):
-                return  # check_unchanged() raises
+                return  # finish() raises
         elif gradient is not None:
             self._watched[i] = watch(gradient)
         if may_grow and i in self.lane.step.ready:
@@ -162,20 +162,19 @@ class PlannedGradients:
         self.lane.records.copied([i], started)
         return offer
 
-    def check_unchanged(self, name_of: Any) -> None:
-        """Raise AssertionError if a gradient was changed or replaced while it was being reduced."""
-        parameters = self.parameters
+    def finish(self, name_of: Any) -> None:
+        """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros.
+
+        Raises AssertionError if a gradient was changed or replaced while it was being reduced.
+        """
+        parameters, unready = self.parameters, self.lane.unready_slots()
         changed = changed_since(self._watched, parameters)
         if self._in_place:  # no gradient that is not handed over yet may share the storage of one that is being reduced
             in_flight = {storage_of(parameters[i].grad) for i in self._in_place.values()} - {None}
-            changed += [i for i in self.lane.unready_slots() if storage_of(parameters[i].grad) in in_flight]
+            changed += [i for i in unready if storage_of(parameters[i].grad) in in_flight]
         if changed:
             raise_if_changed([parameters[i] for i in changed], name_of)
-
-    def finish(self) -> None:
-        """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros."""
-        unready = self.lane.unready_slots()
-        gradients = [self.parameters[i].grad for i in unready]
+        gradients = [parameters[i].grad for i in unready]
         for i, gradient in zip(unready, gradients, strict=True):
             if i not in self._watched and i not in self._left_out and gradient is not None:
                 self._fits_dtype(i, gradient)
@@ -223,7 +222,7 @@ class PlannedGradients:
                 sparse = result.to_sparse(sparse_dim)
                 # SparseAdam would count a step for a gradient without rows.
                 parameter.grad = sparse.to(parameter.device) if sparse._nnz() else None
-            elif gradient is None or torch._debug_has_internal_overlap(gradient) == 1:
+            elif gradient is None:
                 self._replace(i, parameter, result)
             else:
                 into[i] = gradient, result

@@ -131,11 +131,6 @@ class GradientSynchronizer:
         self._served = served
 
     @property
-    def in_flight(self) -> bool:
-        """True between a backward pass and the synchronisation of its gradients."""
-        return bool(self.hooks.touched)
-
-    @property
     def is_synchronized(self) -> bool:
         """True if gradients were synchronised, and neither used by step() nor computed anew since."""
         return self._is_synchronized and not self.hooks.touched
@@ -170,8 +165,8 @@ class GradientSynchronizer:
 
         ``updates``: the optimizer's update follows at once. Raises ParametersDifferError if ranks' parameters differed.
         """
-        if self.settings.pairing is not None:
-            self.settings.pairing.check()
+        if self.settings.pairing is not None and self.settings.pairing.error is not None:
+            raise ValueError(self.settings.pairing.error)
         is_distributed = self.bind()
         if HALF_SUMMED_MARKS:
             self.check_cleared()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hvdkit.api.checks import check_passes
-from hvdkit.engine.session import runtime
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.compression_state import KEY, check
@@ -44,7 +43,7 @@ def _only_makes_state(optimizer: Any) -> bool:
     It does so where there is no state, with gradients of zeros that no backward pass computed and learning rates of 0.
     This moves no parameter, so it is made without the other ranks: one rank may save alone.
     """
-    if optimizer._synchronizer.in_flight or optimizer.state:
+    if optimizer._synchronizer.hooks.touched or optimizer.state:
         return False
     if any(group.get("lr", 0.0) != 0 for group in optimizer.param_groups):
         return False
@@ -179,7 +178,6 @@ def distributed_class(base: Any) -> Any:
 
         @functools.wraps(base.step)
         def step(self, *args: Any, **kwargs: Any) -> Any:
-            runtime.check_not_forked()
             if kwargs == {"closure": None} and not args and _only_makes_state(self):
                 return super().step(**kwargs)
             if isinstance(self._synchronizer, AdasumSynchronizer):
@@ -196,7 +194,7 @@ def distributed_class(base: Any) -> Any:
             Raises:
                 AssertionError: between backward() and step() or synchronize().
             """
-            if self._synchronizer.in_flight:
+            if self._synchronizer.hooks.touched:
                 raise AssertionError(CLEARED_IN_FLIGHT)
             self._synchronizer.forget_synchronized()
             super().zero_grad(*args, **kwargs)

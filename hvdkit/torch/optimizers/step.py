@@ -61,7 +61,7 @@ def reduce_and_step(
         _check_synchronized(gradients)
     try:
         result = plain_step(*args, **kwargs)
-        if gradients.in_flight:
+        if gradients.hooks.touched:
             raise AssertionError(COMPUTED_IN_STEP)
     finally:  # also after an error, since other ranks compare their parameters then
         gradients.forget_synchronized()
@@ -74,7 +74,7 @@ def _synchronize_before_closure(gradients: GradientSynchronizer) -> None:
     if not gradients.should_synchronize or not gradients.settings.process_set.included():
         return
     is_distributed = gradients.bind()
-    has_gradients = torch.tensor([gradients.in_flight], dtype=torch.uint8)
+    has_gradients = torch.tensor([gradients.hooks.touched], dtype=torch.uint8)
     if is_distributed:
         has_gradients = _allreduced(gradients, has_gradients, "before_closure", ReduceOp.MAX)
     if has_gradients.item():
@@ -82,7 +82,8 @@ def _synchronize_before_closure(gradients: GradientSynchronizer) -> None:
 
 
 def _check_synchronized(gradients: GradientSynchronizer) -> None:
-    if gradients.in_flight:
+    runtime.check_not_forked()
+    if gradients.hooks.touched:
         raise AssertionError(SKIPPED_IN_FLIGHT)
     gradients.check_cleared()
 
@@ -152,7 +153,7 @@ def guard_scalers() -> None:
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
         synchronizer = getattr(optimizer, "_synchronizer", None)
         is_adasum = isinstance(synchronizer, AdasumSynchronizer)  # gradients stay their rank's
-        if synchronizer is not None and not is_adasum and self.is_enabled() and synchronizer.in_flight:
+        if synchronizer is not None and not is_adasum and self.is_enabled() and synchronizer.hooks.touched:
             raise AssertionError(UNSCALED_IN_FLIGHT)
         plain_unscale(self, optimizer)
 
