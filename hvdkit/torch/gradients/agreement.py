@@ -134,12 +134,6 @@ class Agreement:
         dtypes = {key: gradient_dtype(parameter) for key, parameter in parameters.items()}
         return [key for key, dtype in dtypes.items() if agreed.get(key, dtype) is not dtype]
 
-    def leave_out(self, ids: Collection[int]) -> None:
-        """Do not reduce these parameters in this step, the last step of this agreement, on all ranks alike."""
-        if self.planned is not None:
-            self.planned.leave_out(ids)
-        self.named.leave_out(ids)
-
     def hand_over(self, parameter: torch.Tensor, since: float, watched: Watched | None) -> None:
         """Let a gradient be reduced that was complete before; see PlannedGradients.hand_over."""
         if self.planned is not None and id(parameter) in self.planned.index:
@@ -166,12 +160,15 @@ class Agreement:
         self.named.abandon(waits=not has_raised)
         return None if has_raised else error
 
-    def finish(self, name_of: NameOf) -> None:
-        """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
+    def finish(self, name_of: NameOf, left_out: Collection[int] = ()) -> None:
+        """Complete the step. Collective: every rank does it once a step, whatever it has computed.
+
+        ``left_out``: ids of parameters that all ranks have cast, which are not reduced in this last step.
+        """
         if self.planned is not None:
-            self.planned.finish(name_of)
+            self.planned.finish(name_of, left_out)
         if self.named.parameters:
-            self.named.finish()
+            self.named.finish(left_out)
 
     def finish_newcomers(self, parameters: list[torch.Tensor], name_of: NameOf) -> None:
         """Reduce gradients that were computed before this agreement, each by itself."""

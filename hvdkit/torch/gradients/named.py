@@ -23,13 +23,6 @@ Results = list[tuple[torch.Tensor, torch.Tensor | None]]
 Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
 
 
-def _empty_sparse(parameter: torch.Tensor, sparse_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a sparse gradient without elements, the contribution of a rank without a gradient."""
-    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-
-
 class NamedGradients:
     """The operations by name for each parameter or group, submitted as soon as the gradients are complete.
 
@@ -53,11 +46,6 @@ class NamedGradients:
         self._ready: set[int] = set()
         self._submitted: set[int] = set()
         self._pending: list[Pending] = []
-        self._left_out: set[int] = set()
-
-    def leave_out(self, ids: Collection[int]) -> None:
-        """Do not reduce these parameters in this step, the last one of these operations, on all ranks alike."""
-        self._left_out = set(ids)
 
     def hand_over(self, parameter: torch.Tensor, may_grow: bool = False) -> None:
         """Submit a complete gradient, or its group with the last of it; a gradient that ``may_grow`` waits.
@@ -77,12 +65,15 @@ class NamedGradients:
         if all(id(member) in self._ready for member in group):
             self._submit(group)
 
-    def finish(self) -> None:
-        """Wait until all gradients are reduced. A gradient not handed over counts as it is, None as zeros."""
+    def finish(self, left_out: Collection[int] = ()) -> None:
+        """Wait until all gradients are reduced. A gradient not handed over counts as it is, None as zeros.
+
+        The parameters ``left_out``, given by id, the same on all ranks, are not reduced.
+        """
         for parameter in self.parameters:
-            if id(parameter) not in self._submitted and id(parameter) not in self._left_out:
+            if id(parameter) not in self._submitted and id(parameter) not in left_out:
                 group = self._group_of.get(id(parameter), (parameter,))
-                self._submit([member for member in group if id(member) not in self._left_out])
+                self._submit([member for member in group if id(member) not in left_out])
         dense: list[Any] = [each for each in self.parameters if storage_of(each.grad) is not None]
         shared = overlapping([member.grad for member in dense])
         able = {id(member) for index, member in enumerate(dense) if index not in shared}
@@ -106,7 +97,6 @@ class NamedGradients:
         pending, self._pending = self._pending, []
         self._ready.clear()
         self._submitted.clear()
-        self._left_out = set()
         return pending
 
     def _submit(self, group: Sequence[torch.Tensor]) -> None:
@@ -160,7 +150,10 @@ class NamedGradients:
     def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
         gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
         if gradient is None or not parameter.requires_grad:
-            gradient = _empty_sparse(parameter, sparse_dim, self._dtypes[id(parameter)])
+            indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+            shape, dtype = (0, *parameter.shape[sparse_dim:]), self._dtypes[id(parameter)]
+            values = torch.empty(shape, dtype=dtype, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(sparse_dim)
         name = f"{self._names[id(parameter)]}{SPARSE}"

@@ -69,10 +69,6 @@ class PlannedGradients:
         """True if a slot's gradient counts, which it does also if its parameter was frozen after backward()."""
         return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
 
-    def leave_out(self, ids: Collection[int]) -> None:
-        """Reduce zeros for parameters that all ranks have cast: this step is the last of this lane."""
-        self._left_out = {index for key in ids if (index := self.index.get(key)) is not None}
-
     def hand_over(
         self, i: int, since: float | None = None, watched: Watched | None = None, may_grow: bool = False
     ) -> None:
@@ -162,11 +158,14 @@ class PlannedGradients:
         self.lane.records.copied([i], started)
         return offer
 
-    def finish(self, name_of: Any) -> None:
+    def finish(self, name_of: Any, left_out: Collection[int] = ()) -> None:
         """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros.
 
-        Raises AssertionError if a gradient was changed or replaced while it was being reduced.
+        The gradients of the parameters ``left_out``, given by id, count as zeros, too. Raises AssertionError if a
+        gradient was changed or replaced while it was being reduced.
         """
+        if left_out:
+            self._left_out = {index for key, index in self.index.items() if key in left_out}
         parameters, unready = self.parameters, self.lane.unready_slots()
         changed = changed_since(self._watched, parameters)
         if self._in_place:  # no gradient that is not handed over yet may share the storage of one that is being reduced

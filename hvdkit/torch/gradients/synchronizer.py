@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
+from hvdkit.torch import phases
 from hvdkit.torch.gradients import compression_state, watch
 from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
 from hvdkit.torch.gradients.hooks import GradientHooks
@@ -23,7 +24,6 @@ from hvdkit.torch.gradients.names import default_names
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched, changed_since, raise_if_changed
-from hvdkit.torch.phases import follow
 
 INTERRUPTED = (
     "The gradients of this step were being reduced when hvd.shutdown() ended the job; they may be half summed.\n"
@@ -92,7 +92,8 @@ class GradientSynchronizer:
         if self.hooks.superseded:
             raise ValueError(SUPERSEDED)
         engine = runtime.engine()
-        follow(engine.telemetry)
+        if engine.telemetry.timeline is not None or phases.recording is not None:
+            phases.follow(engine.telemetry)
         if engine is not self._engine:
             self._bind_to(engine)
         return self._distributed
@@ -270,8 +271,7 @@ class GradientSynchronizer:
     def _change_agreement(self, old: Agreement, trainable: dict[int, torch.Tensor]) -> None:
         """Change the agreement after parameters were frozen, unfrozen, added or cast: this step ends on the old one."""
         changed = old.changed(trainable)
-        old.leave_out(changed)
-        old.finish(self.name_of)
+        old.finish(self.name_of, left_out=changed)
         self._agreement = new = self._agree(trainable)
         settled = set(old.ids).difference(changed)
         new.finish_newcomers([member for key, member in trainable.items() if key not in settled], self.name_of)
