@@ -39,8 +39,8 @@ class TrainStepHooks(ParameterHooks):
     Other optimizers may have hooks on the same parameters.
     """
 
-    def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
-        super().__init__(complete, name_of)
+    def __init__(self, complete: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(complete)
         self._is_open = self._hands_over = False  # True between begin() and end()
         self._completes_once = False  # the last watched pass completed each gradient once
         self._was_wrong = False  # a pass that handed over completed a gradient twice
@@ -102,7 +102,7 @@ class _KerasSynchronizer(GradientSynchronizer):
     """
 
     def _new_hooks(self) -> TrainStepHooks:
-        return TrainStepHooks(self._hand_over, self.name_of)
+        return TrainStepHooks(self._hand_over)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
         planned = None if self._agreement is None else self._agreement.planned

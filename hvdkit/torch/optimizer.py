@@ -15,7 +15,7 @@ from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.names import check_names
-from hvdkit.torch.optimizers.distributed_class import is_distributed, wrap
+from hvdkit.torch.optimizers.distributed_class import wrap
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -94,7 +94,7 @@ def DistributedOptimizer(
     function = "DistributedOptimizer"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{function}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if is_distributed(optimizer):
+    if hasattr(optimizer, "_synchronizer"):
         raise ValueError(f"{function}: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
     check_name(function, name)
     settings = check_settings(

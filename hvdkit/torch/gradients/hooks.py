@@ -89,10 +89,9 @@ class ParameterHooks(ABC):
 
     superseded = False
 
-    def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
-        method: Any = complete  # of an object that may go: its hooks do not keep it
+    def __init__(self, complete: Callable[[torch.Tensor], None]) -> None:
+        method: Any = complete  # of an object with a method name_of, which may go: its hooks do not keep it
         self._owner, self._complete = weakref.ref(method.__self__), method.__func__
-        self._name_of = weakref.WeakMethod(name_of)
         # By the parameter's id: the handle of its hook, and where PyTorch kept the parameter when it was hooked.
         self._handles: dict[int, tuple[RemovableHandle, int]] = {}
         # By the id of each parameter whose gradient was computed in this step: the passes that it has left, or had.
@@ -132,8 +131,8 @@ class ParameterHooks(ABC):
         self._handles.clear()
 
     def _name(self, parameter: torch.Tensor) -> str:
-        name_of = self._name_of()
-        return name_of(parameter) if name_of is not None else "a parameter"
+        owner: Any = self._owner()
+        return "a parameter" if owner is None else str(owner.name_of(parameter))
 
     def __del__(self) -> None:
         self.detach()
@@ -142,10 +141,8 @@ class ParameterHooks(ABC):
 class GradientHooks(ParameterHooks):
     """Hooks that count down ``passes`` before they call ``complete``; they take a parameter from earlier hooks."""
 
-    def __init__(
-        self, passes: int, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]
-    ) -> None:
-        super().__init__(complete, name_of)
+    def __init__(self, passes: int, complete: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(complete)
         self.passes = passes
         # Ids of parameters that backward passes inside of backward passes reach, as with reentrant checkpoints. How
         # often these add to a gradient is unknown before the outer pass ends.

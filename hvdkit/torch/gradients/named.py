@@ -19,8 +19,8 @@ from hvdkit.torch.ops.sync import synchronize
 
 # Parameters, and their gradients as all ranks have them.
 Results = list[tuple[torch.Tensor, torch.Tensor | None]]
-# An operation in flight: what waits for its result, and what makes gradients of that.
-Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
+# Waits for an operation in flight.
+Pending = Callable[[], Results]
 
 
 class NamedGradients:
@@ -77,8 +77,8 @@ class NamedGradients:
         dense: list[Any] = [each for each in self.parameters if storage_of(each.grad) is not None]
         shared = overlapping([member.grad for member in dense])
         able = {id(member) for index, member in enumerate(dense) if index not in shared}
-        for wait, adopt in self._take_pending():
-            for parameter, result in adopt(wait()):
+        for wait in self._take_pending():
+            for parameter, result in wait():
                 if not parameter.requires_grad:
                     continue
                 if id(parameter) not in able or result is None or result.layout is not torch.strided:
@@ -88,7 +88,7 @@ class NamedGradients:
 
     def abandon(self, waits: bool) -> None:
         """Forget the operations submitted in this step, after a wait for them if it ``waits``."""
-        for wait, _ in self._take_pending():
+        for wait in self._take_pending():
             with suppress(HorovodInternalError):
                 if waits:
                     wait()
@@ -139,13 +139,13 @@ class NamedGradients:
             process_set=settings.process_set,
         )
 
-        def adopt(reduced: Any) -> Results:
+        def wait() -> Results:
             return [
                 (member, self._decompressed(member, gradient, context))
-                for member, gradient, context in zip(group, reduced, contexts, strict=True)
+                for member, gradient, context in zip(group, synchronize(handle), contexts, strict=True)
             ]
 
-        return lambda: synchronize(handle), adopt
+        return wait
 
     def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
         gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
@@ -157,10 +157,11 @@ class NamedGradients:
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(sparse_dim)
         name = f"{self._names[id(parameter)]}{SPARSE}"
-        wait = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
+        reduced_by_all = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
 
-        def adopt(reduced: torch.Tensor) -> Results:
+        def wait() -> Results:
+            reduced = reduced_by_all()
             # A row that no rank computed is no gradient: SparseAdam would count a step for it.
             return [(parameter, reduced.to(parameter.device) if reduced._nnz() else None)]
 
-        return wait, adopt
+        return wait

@@ -65,7 +65,7 @@ class GradientSynchronizer:
             self.bind()
 
     def _new_hooks(self) -> Any:
-        return GradientHooks(self.settings.backward_passes_per_step, self._complete, self.name_of)
+        return GradientHooks(self.settings.backward_passes_per_step, self._complete)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the user's name of a parameter, else its place in the optimizer."""

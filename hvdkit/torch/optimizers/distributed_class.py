@@ -18,7 +18,7 @@ from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.optimizers.step import AdasumSynchronizer, guard_scalers, reduce_and_step
 
-_SETTINGS = "_distributed_settings"
+_SETTINGS = "_distributed_settings"  # a key of a pickled optimizer
 
 CLEARED_IN_FLIGHT = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
@@ -30,11 +30,6 @@ NO_SKIP_WITH_ADASUM = (
     "Skipping synchronization is not supported when using Adasum optimizer.\n"
     "HINT: call optimizer.step() outside of optimizer.skip_synchronize(); with Adasum gradients stay their rank's."
 )
-
-
-def is_distributed(optimizer: Any) -> bool:
-    """True for what ``DistributedOptimizer`` returned."""
-    return hasattr(type(optimizer), _SETTINGS)
 
 
 def _only_makes_state(optimizer: Any) -> bool:
@@ -244,7 +239,6 @@ def distributed_class(base: Any) -> Any:
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
             return _new, (base,), self.__getstate__()
 
-    setattr(Distributed, _SETTINGS, None)
     Distributed.step.hooked = True  # type: ignore[attr-defined]  # base.step runs the hooks, on reduced gradients
     Distributed.__name__, Distributed.__qualname__, Distributed.__doc__ = base.__name__, base.__qualname__, base.__doc__
     # As in Horovod, optimizer.__module__ == DistributedOptimizer.__module__ tells such an optimizer from a plain one.
