@@ -105,7 +105,7 @@ class _KerasSynchronizer(GradientSynchronizer):
         return TrainStepHooks(self._hand_over)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
-        planned = None if self._agreement is None else self._agreement.planned
+        planned = self._planned
         if planned is not None and (index := planned.index.get(id(parameter))) is not None:
             planned.hand_over(index)
 
@@ -121,8 +121,7 @@ class _KerasSynchronizer(GradientSynchronizer):
     def end_backward(self) -> None:
         """End the step. Gradients that were handed over and not reduced, because of an exception, are abandoned."""
         self.hooks.cancel()
-        planned = None if self._agreement is None else self._agreement.planned
-        if self.hooks.touched or (planned is not None and planned.lane.in_flight):
+        if self.hooks.touched or (self._planned is not None and self._planned.lane.in_flight):
             self.abandon(has_raised=True)
 
 

@@ -91,7 +91,7 @@ class Agreement:
         parameters: dict[int, torch.Tensor],
         name_of: NameOf,
         settings: OptimizerSettings,
-        sparse_only: bool = False,
+        sparse_only: bool,
     ) -> None:
         members = list(parameters.values())
         self.ids = list(parameters)
@@ -186,10 +186,11 @@ class Agreement:
         prescale, postscale = settings.scales
         # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
         devices = {parameter.device for parameter in parameters}
-        codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
+        names = list(map(name_of, parameters))
+        codecs, numbers = settings.policy.choose(list(zip(names, parameters, strict=True)))
         slots = [
-            slot_of(name_of(parameter), parameter, self.kinds.dtypes[id(parameter)], number)
-            for parameter, number in zip(parameters, numbers, strict=True)
+            slot_of(name, parameter, self.kinds.dtypes[id(parameter)], number)
+            for name, parameter, number in zip(names, parameters, numbers, strict=True)
         ]
         lane = self.engine.register_plan(
             self._title,
@@ -207,7 +208,7 @@ class Agreement:
         idle = {codec.name for codec in codecs if codec.has_momentum and not lane.reducer.residuals.keeps_anything}
         for name in sorted(idle) if lane.group.rank == 0 else ():
             warnings.warn(NOTHING_TO_ENCODE.format(name=name), stacklevel=2)
-        complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])
+        complaint = settings.policy.complaint(names)
         if complaint is not None and lane.group.rank == 0:
             warnings.warn(f"{self._title}: {complaint}", stacklevel=2)
         device = parameters[0].device if lane.on_device else torch.device("cpu")

@@ -59,15 +59,11 @@ class PlannedGradients:
         self._in_place: dict[int, int] = {}  # by address: the slots that are reduced where they lie
         self._repeated: set[int] = set()  # ids of gradients that several parameters have
         self._copies: dict[int, torch.Tensor] = {}  # reduced in the place of a gradient
-        self._left_out: set[int] = set()
+        self._left_out: set[int] = set()  # slots whose gradients count as zeros, and stay as they are
 
     def _start_step(self) -> None:
         self._watched, self._waiting, self._in_place, self._copies = {}, {}, {}, {}
         self._repeated, self._left_out = set(), set()
-
-    def _takes_part(self, i: int) -> bool:
-        """True if a slot's gradient counts, which it does also if its parameter was frozen after backward()."""
-        return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
 
     def hand_over(
         self, i: int, since: float | None = None, watched: Watched | None = None, may_grow: bool = False
@@ -119,12 +115,11 @@ class PlannedGradients:
     ) -> list[Offer | None]:
         """Return this rank's contribution to each slot: the gradient itself or a copy; None for zeros."""
         small, forms, in_place, repeated = self._small, self._forms, self._in_place, self._repeated
-        all_take_part = not self._left_out and len(self._watched) == len(self.parameters)
         offers: list[Offer | None] = []
         for i, gradient in zip(slots, gradients, strict=True):
             if i in filled:
                 offer: Offer | None = FILLED
-            elif not (all_take_part or self._takes_part(i)):
+            elif i in self._left_out:
                 offer = None
             elif (
                 gradient is not None
@@ -175,7 +170,9 @@ class PlannedGradients:
             raise_if_changed([parameters[i] for i in changed], name_of)
         gradients = [parameters[i].grad for i in unready]
         for i, gradient in zip(unready, gradients, strict=True):
-            if i not in self._watched and i not in self._left_out and gradient is not None:
+            if i not in self._watched and not parameters[i].requires_grad:
+                self._left_out.add(i)  # frozen before backward()
+            elif i not in self._watched and i not in self._left_out and gradient is not None:
                 self._fits_dtype(i, gradient)
         ids = list(map(id, gradients))
         if len(set(ids)) < len(ids):  # a gradient that is copied for one parameter must not be reduced for another
@@ -193,7 +190,7 @@ class PlannedGradients:
         dense = {
             i: gradient
             for i, gradient in zip(slots, gradients, strict=True)
-            if i in self._small and gradient is not None and not gradient.is_sparse and self._takes_part(i)
+            if i in self._small and gradient is not None and not gradient.is_sparse and i not in self._left_out
         }
         if dense:
             torch._foreach_copy_([self._small[i] for i in dense], list(dense.values()))
@@ -203,16 +200,14 @@ class PlannedGradients:
     def _give_back(self) -> None:
         """Write the results that lie elsewhere into the parameters' gradients."""
         copies, small = self._copies, self._small
-        in_place: list[torch.Tensor] = []
         into: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slot: a dense gradient and its result
-        all_take_part = not self._left_out and len(self._watched) == len(self.parameters)
         for i, parameter in enumerate(self.parameters):
-            if not (all_take_part or self._takes_part(i)):
+            if i in self._left_out:
                 continue
             gradient, result = parameter.grad, copies.get(i, small.get(i))
             if result is None:
-                if gradient is not None:
-                    in_place.append(gradient)
+                if gradient is not None:  # a graph that saved the gradient must not take the result for it
+                    torch.autograd.graph.increment_version(gradient)
                 continue
             sparse_dim = self._sparse_dims.get(id(parameter))
             if sparse_dim is None and gradient is not None and gradient.is_sparse:
@@ -225,9 +220,6 @@ class PlannedGradients:
                 self._replace(i, parameter, result)
             else:
                 into[i] = gradient, result
-        # A graph that saved a gradient must not take the result for it.
-        for gradient in in_place:  # several at once need PyTorch 2.5
-            torch.autograd.graph.increment_version(gradient)
         if into:
             self._write(into)
 
