@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from hvdkit.arena import SMALLEST_BYTES
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.torch.gradients.names import parameters_of
-from hvdkit.torch.ops.framework import as_array, as_tensor
+from hvdkit.torch.ops.framework import as_array
 
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -101,11 +101,6 @@ def slot_of(name: str, parameter: torch.Tensor, dtype: torch.dtype, codec: int =
     if dtype.is_complex:
         name, shape = f"{name} (complex)", (*shape, 2)
     return Slot(name, shape, _NUMPY_DTYPES[_real(dtype)], codec)
-
-
-def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the shape and strides of ``like`` over ``memory``, a flat array of its slot's dtype."""
-    return as_tensor(memory).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def layout_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -25,9 +25,9 @@ from hvdkit.torch.gradients.layout import (
     layout_of,
     overlapping,
     storage_of,
-    tensor_on,
 )
 from hvdkit.torch.gradients.watch import Watched, changed_since, is_moved, mark_half_summed, raise_if_changed, watch
+from hvdkit.torch.ops.framework import as_tensor
 
 
 class PlannedGradients:
@@ -49,7 +49,9 @@ class PlannedGradients:
         self._forms = [form_of(like, device) for like in self._like]
         self._flatten = flat_view if lane.on_device else flat_array
         self._small = {
-            i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
+            i: as_tensor(memory).view(like.dtype).as_strided(like.shape, like.stride())
+            for i, like in enumerate(self._like)
+            if (memory := lane.small(i)) is not None
         }
         self._declared = [gradient_dtype(parameter) for parameter in self.parameters]
         # Handing all over after backward() takes less time: during it, caches hold the data of the backward pass.

@@ -53,7 +53,7 @@ def reduce_and_step(
     elif callable(kwargs.get("closure")):
         _synchronize_before_closure(gradients)
         kwargs = {**kwargs, "closure": _synchronized_closure(gradients, kwargs["closure"])}
-    elif gradients.should_synchronize and not (gradients.for_scaler and gradients.is_synchronized):
+    elif gradients.should_synchronize:
         if gradients.is_synchronized:
             warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
         gradients.synchronize(updates=True)
@@ -144,20 +144,27 @@ def guard_scalers() -> None:
 
     @functools.wraps(plain_step)
     def step(self: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        synchronizer = getattr(optimizer, "_synchronizer", None)
-        if synchronizer is not None and self.is_enabled() and "closure" not in kwargs:
-            synchronizer.synchronize_for_scaler()
-        return plain_step(self, optimizer, *args, **kwargs)
+        gradients = _read_by(self, optimizer)
+        if gradients is None or gradients.is_synchronized or "closure" in kwargs or not gradients.should_synchronize:
+            return plain_step(self, optimizer, *args, **kwargs)
+        gradients.synchronize()
+        with optimizer.skip_synchronize():
+            return plain_step(self, optimizer, *args, **kwargs)
 
     @functools.wraps(plain_unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
-        synchronizer = getattr(optimizer, "_synchronizer", None)
-        is_adasum = isinstance(synchronizer, AdasumSynchronizer)  # gradients stay their rank's
-        if synchronizer is not None and not is_adasum and self.is_enabled() and synchronizer.hooks.touched:
+        gradients = _read_by(self, optimizer)
+        if gradients is not None and gradients.hooks.touched:
             raise AssertionError(UNSCALED_IN_FLIGHT)
         plain_unscale(self, optimizer)
 
     scaler.step, scaler.unscale_ = step, unscale_
+
+
+def _read_by(scaler: torch.amp.GradScaler, optimizer: Any) -> GradientSynchronizer | None:
+    """Return the synchronizer of gradients that a scaler reads; None where they stay their rank's, as with Adasum."""
+    gradients: GradientSynchronizer | None = getattr(optimizer, "_synchronizer", None)
+    return gradients if scaler.is_enabled() and not isinstance(gradients, AdasumSynchronizer) else None
 
 
 class AdasumSynchronizer(GradientSynchronizer):
@@ -172,9 +179,6 @@ class AdasumSynchronizer(GradientSynchronizer):
 
     def synchronize(self, updates: bool = False) -> None:
         """Do nothing: gradients stay as each rank computed them."""
-
-    def synchronize_for_scaler(self) -> None:
-        """Do nothing: each rank unscales its own gradients."""
 
     @_disable_dynamo
     def step(self, plain_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
