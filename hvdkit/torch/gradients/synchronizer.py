@@ -53,8 +53,8 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._agreement: Agreement | None = None
-        self._has_begun = False  # True after the first gradient of a step
-        self._agrees_anew = True  # after it: True if gradients wait for the next agreement
+        # After the first gradient of a step: True if its gradients wait for the next agreement.
+        self._agrees_anew: bool | None = None
         # By id, complete before there was an agreement: the parameter, the time (perf_counter), the gradient then.
         self._waiting: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
@@ -147,8 +147,7 @@ class GradientSynchronizer:
     def _complete(self, parameter: torch.Tensor) -> None:
         """Take a complete gradient from a hook. The engine and the agreement are checked once a step."""
         agreement = self._agreement
-        if not self._has_begun:
-            self._has_begun = True
+        if self._agrees_anew is None:
             self._agrees_anew = agreement is None or runtime.current() is not self._engine or agreement.is_outdated()
         key = id(parameter)
         if agreement is None or self._agrees_anew:
@@ -225,7 +224,7 @@ class GradientSynchronizer:
         self._start_step()
 
     def _start_step(self) -> None:
-        self._has_begun = False
+        self._agrees_anew = None
         self._waiting.clear()
         self.hooks.reset()
 
