@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings, names_of
 from hvdkit.engine.session import runtime
-from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.hooks import ParameterHooks, is_of
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.gradients.verification import OptimizerVerification
@@ -178,7 +178,7 @@ class TorchGradients(backends.OptimizerGradients):
         names = names_of(variables, use_generic_names=False)
         named = [(name, variable.value) for name, variable in zip(names, variables, strict=True)]
         # DistributedStep adds up several passes before.
-        own = self._settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
+        own = replace(self._settings, groups=groups, names=named, backward_passes_per_step=1)
         synchronizer = _KerasSynchronizer(self, own)  # type: ignore[arg-type]  # uses its param_groups only
         synchronizer.verification = OptimizerVerification(own.process_set, BROADCAST)
         return synchronizer

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from hvdkit.api.gradients.planning import form_groups
 from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.engine.ops.requests import Call
-from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.engine.steps.registration import HOST
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.layout import Kinds, can_be_planned, declared_dtypes, gradient_dtype, slot_of
@@ -30,23 +27,6 @@ NOTHING_TO_ENCODE = (
 )
 
 NameOf = Callable[[torch.Tensor], str]
-
-
-@dataclass(frozen=True)
-class OptimizerSettings(GradientSettings):
-    """The checked arguments of ``DistributedOptimizer``; ``title`` is the optimizer's class."""
-
-    process_set: Any = global_process_set
-    names: Sequence[tuple[str, torch.Tensor]] = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSettings:
-        """Copy parameters (to the model's copies, if it is copied along) and the pairing; the rest is shared."""
-        return replace(
-            self,
-            names=copy.deepcopy(self.names, memo),
-            groups=copy.deepcopy(self.groups, memo),
-            pairing=copy.copy(self.pairing),
-        )
 
 
 def agree_on_kinds(
@@ -90,7 +70,7 @@ class Agreement:
         engine: Any,
         parameters: dict[int, torch.Tensor],
         name_of: NameOf,
-        settings: OptimizerSettings,
+        settings: GradientSettings,
         sparse_only: bool,
     ) -> None:
         members = list(parameters.values())

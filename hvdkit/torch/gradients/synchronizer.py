@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from hvdkit.api.checks import size_of
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.torch import phases
 from hvdkit.torch.gradients import compression_state, watch
-from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
+from hvdkit.torch.gradients.agreement import Agreement
 from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned
 from hvdkit.torch.gradients.names import default_names
@@ -42,7 +44,7 @@ class GradientSynchronizer:
     without gradients. So the first step has no overlap.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: GradientSettings) -> None:
         self.settings = settings
         self.verification = OptimizerVerification(settings.process_set)
         self.should_synchronize = True  # False within skip_synchronize()
@@ -102,8 +104,8 @@ class GradientSynchronizer:
         self._engine, self._lane_error = engine, None
         is_interrupted = self._planned is not None and self._planned.lane.in_flight
         self._drop_agreement()
-        is_included = self.settings.process_set.included()
-        self._distributed = is_included and self.settings.process_set.size() > 1
+        is_included = bool(self.settings.process_set.included())
+        self._distributed = is_included and size_of(self.settings.process_set) > 1
         if self._distributed:
             self._attach(self.trainable())
         else:

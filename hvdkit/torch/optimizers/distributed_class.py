@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hvdkit.api.checks import check_passes
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.compression_state import KEY, check
 from hvdkit.torch.gradients.layout import encodable_shapes
 from hvdkit.torch.gradients.names import parameters_of
@@ -46,12 +46,12 @@ def _only_makes_state(optimizer: Any) -> bool:
     return all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def _synchronizer_for(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> GradientSynchronizer:
+def _synchronizer_for(optimizer: torch.optim.Optimizer, settings: GradientSettings) -> GradientSynchronizer:
     kind = AdasumSynchronizer if settings.op is ReduceOp.ADASUM else GradientSynchronizer
     return kind(optimizer, settings)
 
 
-def wrap(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> Any:
+def wrap(optimizer: torch.optim.Optimizer, settings: GradientSettings) -> Any:
     """Return a distributed optimizer that shares state, defaults, groups and hooks with ``optimizer``."""
     wrapped = _new(type(optimizer))
     # A learning rate scheduler made earlier has put its own step on the object; it must not bypass ours.
