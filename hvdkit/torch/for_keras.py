@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from hvdkit.api import backends
 from hvdkit.api.gradients.settings import GradientSettings, names_of
 from hvdkit.engine.session import runtime
-from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.hooks import ParameterHooks, is_of
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.gradients.verification import OptimizerVerification
@@ -39,12 +39,10 @@ class TrainStepHooks(ParameterHooks):
     Other optimizers may have hooks on the same parameters.
     """
 
-    def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
-        super().__init__(complete, name_of)
-        self._completions: dict[int, int] = {}  # by parameter id, since begin()
+    def __init__(self, complete: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(complete)
         self._is_open = self._hands_over = False  # True between begin() and end()
         self._completes_once = False  # the last watched pass completed each gradient once
-        self._was_wrong = False  # a pass that handed over completed a gradient twice
         self.touched = False  # a gradient was handed over since reset()
 
     def attach(self, parameter: torch.Tensor) -> bool:
@@ -53,24 +51,20 @@ class TrainStepHooks(ParameterHooks):
         self._completes_once = self._completes_once and not is_new
         return is_new
 
-    def _seen(self) -> Set[int]:
-        return self._completions.keys()
-
     def reset(self) -> None:
         """Begin a new step."""
         self.touched = False
 
     def begin(self) -> None:
         """Begin a backward pass, which alone runs until ``end()``."""
-        self._completions.clear()
+        self._passes.clear()
         self._is_open = True
-        may_hand_over = self._completes_once and not self._was_wrong
-        self._hands_over = may_hand_over and all(_is_last(handle) for handle, _ in self._handles.values())
+        self._hands_over = self._completes_once and all(_is_last(handle) for handle, _ in self._handles.values())
 
     def end(self) -> None:
         """End a backward pass, and remember whether it completed each gradient once."""
-        if self._is_open and self._completions:
-            self._completes_once = all(times == 1 for times in self._completions.values())
+        if self._is_open and self._passes:
+            self._completes_once = all(times == 1 for times in self._passes.values())
         self.cancel()
 
     def cancel(self) -> None:
@@ -80,11 +74,11 @@ class TrainStepHooks(ParameterHooks):
     def _computed(self, parameter: torch.Tensor) -> None:
         if not self._is_open or runtime.is_forked():
             return
-        times = self._completions[id(parameter)] = self._completions.get(id(parameter), 0) + 1
+        times = self._passes[id(parameter)] = self._passes.get(id(parameter), 0) + 1
         if not self._hands_over:
             return
         if times > 1:
-            self._was_wrong = True
+            self._completes_once = False
             raise AssertionError(COMPUTED_TWICE.format(name=self._name(parameter)))
         owner = self._owner()
         if owner is not None and parameter.grad is not None and not parameter.grad.requires_grad:
@@ -98,13 +92,6 @@ def _is_last(handle: RemovableHandle) -> bool:
     return all(is_of(hook, TrainStepHooks) for key, hook in hooks.items() if handle.id in hooks and key > handle.id)
 
 
-class _ParameterGroups:
-    """Parameters, as a torch.optim.Optimizer holds them."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": []}]
-
-
 class _KerasSynchronizer(GradientSynchronizer):
     """The synchronizer of a Keras optimizer, whose gradients are complete only when ``apply`` has them.
 
@@ -113,10 +100,10 @@ class _KerasSynchronizer(GradientSynchronizer):
     """
 
     def _new_hooks(self) -> TrainStepHooks:
-        return TrainStepHooks(self._hand_over, self.name_of)
+        return TrainStepHooks(self._hand_over)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
-        planned = None if self._agreement is None else self._agreement.planned
+        planned = self._planned
         if planned is not None and (index := planned.index.get(id(parameter))) is not None:
             planned.hand_over(index)
 
@@ -132,17 +119,16 @@ class _KerasSynchronizer(GradientSynchronizer):
     def end_backward(self) -> None:
         """End the step. Gradients that were handed over and not reduced, because of an exception, are abandoned."""
         self.hooks.cancel()
-        planned = None if self._agreement is None else self._agreement.planned
-        if self.in_flight or (planned is not None and planned.lane.in_flight):
+        if self.hooks.touched or (self._planned is not None and self._planned.lane.in_flight):
             self.abandon(has_raised=True)
 
 
 class TorchGradients(backends.OptimizerGradients):
-    """The gradients of the parameters under Keras's variables."""
+    """The gradients of the parameters under Keras's variables, in ``param_groups`` as of a torch.optim.Optimizer."""
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings
-        self._parameters = _ParameterGroups()
+        self.param_groups: list[dict[str, Any]] = [{"params": []}]
         self._synchronizer: _KerasSynchronizer | None = None
 
     def begin_backward(self, local: Collection[Any]) -> None:
@@ -171,9 +157,9 @@ class TorchGradients(backends.OptimizerGradients):
             if parameter.grad is not gradients[index]:  # the caller's own tensor, which must stay as it is
                 parameter.grad = gradients[index].clone()
         synchronizer = self._synchronizer = self._synchronizer or self._new_synchronizer(variables)
-        self._parameters.param_groups[0]["params"] = parameters
+        self.param_groups[0]["params"] = parameters
         # hvdkit does not run between two steps, so the last update's result is verified before this one.
-        synchronizer.verification.updated(self._parameters.param_groups, synchronizer.name_of)
+        synchronizer.verification.updated(self.param_groups, synchronizer.name_of)
         try:
             synchronizer.synchronize()
         except BaseException as error:
@@ -192,8 +178,8 @@ class TorchGradients(backends.OptimizerGradients):
         names = names_of(variables, use_generic_names=False)
         named = [(name, variable.value) for name, variable in zip(names, variables, strict=True)]
         # DistributedStep adds up several passes before.
-        own = self._settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
-        synchronizer = _KerasSynchronizer(self._parameters, own)  # type: ignore[arg-type]  # uses its param_groups only
+        own = replace(self._settings, groups=groups, names=named, backward_passes_per_step=1)
+        synchronizer = _KerasSynchronizer(self, own)  # type: ignore[arg-type]  # uses its param_groups only
         synchronizer.verification = OptimizerVerification(own.process_set, BROADCAST)
         return synchronizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +14,8 @@ from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.compression import Compression
-from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.names import check_names
-from hvdkit.torch.optimizers.distributed_class import is_distributed, wrap
+from hvdkit.torch.optimizers.distributed_class import wrap
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -94,7 +94,7 @@ def DistributedOptimizer(
     function = "DistributedOptimizer"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{function}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if is_distributed(optimizer):
+    if hasattr(optimizer, "_synchronizer"):
         raise ValueError(f"{function}: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
     check_name(function, name)
     settings = check_settings(
@@ -115,7 +115,7 @@ def DistributedOptimizer(
         warn_of_overlap_forward()
     names = check_names(named_parameters, optimizer.param_groups)
     is_alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
-    chosen = settings.as_kind(OptimizerSettings, op=ReduceOp.AVERAGE if is_alone else settings.op, names=names)
+    chosen = replace(settings, op=ReduceOp.AVERAGE if is_alone else settings.op, names=names)
     if runtime.is_initialized() and not runtime.is_forked():
         chosen.label(runtime.engine())  # now: the order of first steps may be another on each rank
     wrapped: Optimizer = wrap(optimizer, chosen)

@@ -84,16 +84,16 @@ class Phases:
         _engine.queue_callback(after_backward)
 
 
-_phases: Phases | None = None
+recording: Phases | None = None
 
 
 def follow(telemetry: Telemetry) -> None:
-    """Mark passes if a timeline is recorded now, and no more if none is; called in every step."""
-    global _phases
+    """Mark passes if a timeline is recorded now, else no more. Every step calls it while one is or was recorded."""
+    global recording
     records = telemetry.timeline is not None
-    if _phases is not None and not (records and _phases.telemetry is telemetry):
-        _phases.end()
-        _phases = None
+    if recording is not None and not (records and recording.telemetry is telemetry):
+        recording.end()
+        recording = None
     if records:
-        _phases = _phases or Phases(telemetry)
-        _phases.step()
+        recording = recording or Phases(telemetry)
+        recording.step()

@@ -194,11 +194,12 @@ class Policy:
             codec = codec_of(self.compression)
             assert codec is not None
             return codec if codec.all_tensors or _is_worth_it(parameter) else CASTS["none"]
+        plain = plain_name(name)
         if isinstance(self.compression, Mapping):
             choices = self.compression.items()
-            chosen = next((choice for pattern, choice in choices if _matches(name, pattern)), None)
+            chosen = next((choice for pattern, choice in choices if fnmatchcase(plain, pattern)), None)
         else:
-            chosen = self.compression(plain_name(name), parameter)
+            chosen = self.compression(plain, parameter)
         return _codec_or_dense(f"DistributedOptimizer: compression of '{name}'", chosen)
 
     def is_lossy_for(self, name: str, parameter: Any) -> bool:
@@ -208,9 +209,9 @@ class Policy:
     def complaint(self, names: Sequence[str]) -> str | None:
         """Return a warning if the user's patterns match none of these names, so that nothing is compressed."""
         patterns = list(self.compression) if isinstance(self.compression, Mapping) else []
-        if not patterns or any(_matches(name, pattern) for name in names for pattern in patterns):
-            return None
         plain = list(dict.fromkeys(map(plain_name, names)))
+        if not patterns or any(fnmatchcase(name, pattern) for name in plain for pattern in patterns):
+            return None
         listed = ", ".join(repr(name) for name in plain[:NAMES_LISTED]) + (", ..." if len(plain) > NAMES_LISTED else "")
         return (
             f"compression: none of the patterns {patterns} matches a gradient, so nothing is compressed. "
@@ -241,10 +242,6 @@ def _codec_or_dense(title: str, compression: Any) -> Codec:
     if codec is None:
         raise TypeError(f"{title} must be one of hvd.Compression or None, got {compression!r}")
     return codec
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(plain_name(name), pattern)
 
 
 def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:

@@ -44,7 +44,7 @@ class Pairing:
         self._process_set_id: int | None = None  # None before the first use
         self._number = 0
         self._thread = threading.current_thread()
-        self._error: str | None = None  # the reason why its number may differ between ranks
+        self.error: str | None = None  # another optimizer of this title was made in another thread
         self._is_copy = is_copy
         with _LOCK:
             self._order = next(_ORDER)
@@ -62,13 +62,9 @@ class Pairing:
         with _LOCK:
             if self._engine is None or self._engine() is not engine:
                 self._join(engine, process_set_id)
-            self.check()
+            if self.error is not None:
+                raise ValueError(self.error)
         return f"{self.title}.{self._number}" + (f".process_set{process_set_id}" if process_set_id else "")
-
-    def check(self) -> None:
-        """Raise ValueError if another optimizer of this title was made in another thread."""
-        if self._error is not None:
-            raise ValueError(self._error)
 
     def next_title(self, engine: Any, process_set_id: int) -> str:
         """Return a name for this optimizer's next agreement, the same on all ranks of the process set.
@@ -98,11 +94,11 @@ class Pairing:
     def _take_number(self, engine: Any, process_set_id: int, job: _Job) -> None:
         self._engine = weakref.ref(engine)
         self._process_set_id = process_set_id
-        self._error = None
+        self.error = None
         alive = job.alive[process_set_id, self.title]
         for other in alive:
             if other._thread is not self._thread:
-                self._error = other._error = MADE_IN_THREADS.format(
+                self.error = other.error = MADE_IN_THREADS.format(
                     function=self._function, title=self.title, first=other._thread.name, second=self._thread.name
                 )
         self._number = job.counts[process_set_id, self.title]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from hvdkit.api import checks
@@ -33,6 +34,7 @@ class GradientSettings:
     process_set: ProcessSet = global_process_set
     policy: Policy = field(default_factory=Policy)  # gives the codec of each gradient
     backward_passes_per_step: int = 1
+    names: Sequence[tuple[str, Any]] = ()  # of PyTorch's parameters
     scale_local_gradients: bool = True
     device_dense: str = ""
     device_sparse: str = ""
@@ -54,6 +56,11 @@ class GradientSettings:
         if self.pairing is None:
             return self.title
         return self.pairing.label(engine, checks.check_registered(self.title, self.process_set))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSettings:
+        """Copy parameters (to the model's copies, if it is copied along) and the pairing; the rest is shared."""
+        names, groups = copy.deepcopy((self.names, self.groups), memo)
+        return replace(self, names=names, groups=groups, pairing=copy.copy(self.pairing))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a pickle of another hvdkit, which would train by defaults, not the user's arguments."""

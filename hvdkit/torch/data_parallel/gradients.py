@@ -226,7 +226,6 @@ class ModelGradients:
             raise ValueError(
                 f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
             )
-        kept = compression_state.check(kept, compression_state.shapes_of(lane, self._keys))
         lane.reducer.reset()
         compression_state.resume(lane, kept, self._keys)
         self._earlier = states[0]["turn"] - lane.steps

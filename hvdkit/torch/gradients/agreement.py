@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from hvdkit.api.gradients.planning import form_groups
 from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.engine.loop.driver import ROUND_SECONDS
 from hvdkit.engine.ops.requests import Call
-from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.engine.steps.registration import HOST
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.layout import Kinds, can_be_planned, declared_dtypes, gradient_dtype, slot_of
@@ -30,23 +27,6 @@ NOTHING_TO_ENCODE = (
 )
 
 NameOf = Callable[[torch.Tensor], str]
-
-
-@dataclass(frozen=True)
-class OptimizerSettings(GradientSettings):
-    """The checked arguments of ``DistributedOptimizer``; ``title`` is the optimizer's class."""
-
-    process_set: Any = global_process_set
-    names: Sequence[tuple[str, torch.Tensor]] = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSettings:
-        """Copy parameters (to the model's copies, if it is copied along) and the pairing; the rest is shared."""
-        return replace(
-            self,
-            names=copy.deepcopy(self.names, memo),
-            groups=copy.deepcopy(self.groups, memo),
-            pairing=copy.copy(self.pairing),
-        )
 
 
 def agree_on_kinds(
@@ -90,8 +70,8 @@ class Agreement:
         engine: Any,
         parameters: dict[int, torch.Tensor],
         name_of: NameOf,
-        settings: OptimizerSettings,
-        sparse_only: bool = False,
+        settings: GradientSettings,
+        sparse_only: bool,
     ) -> None:
         members = list(parameters.values())
         self.ids = list(parameters)
@@ -134,12 +114,6 @@ class Agreement:
         dtypes = {key: gradient_dtype(parameter) for key, parameter in parameters.items()}
         return [key for key, dtype in dtypes.items() if agreed.get(key, dtype) is not dtype]
 
-    def leave_out(self, ids: Collection[int]) -> None:
-        """Do not reduce these parameters in this step, the last step of this agreement, on all ranks alike."""
-        if self.planned is not None:
-            self.planned.leave_out(ids)
-        self.named.leave_out(ids)
-
     def hand_over(self, parameter: torch.Tensor, since: float, watched: Watched | None) -> None:
         """Let a gradient be reduced that was complete before; see PlannedGradients.hand_over."""
         if self.planned is not None and id(parameter) in self.planned.index:
@@ -166,13 +140,15 @@ class Agreement:
         self.named.abandon(waits=not has_raised)
         return None if has_raised else error
 
-    def finish(self, name_of: NameOf) -> None:
-        """Complete the step. Collective: every rank does it once a step, whatever it has computed."""
+    def finish(self, name_of: NameOf, left_out: Collection[int] = ()) -> None:
+        """Complete the step. Collective: every rank does it once a step, whatever it has computed.
+
+        ``left_out``: ids of parameters that all ranks have cast, which are not reduced in this last step.
+        """
         if self.planned is not None:
-            self.planned.check_unchanged(name_of)
-            self.planned.finish()
+            self.planned.finish(name_of, left_out)
         if self.named.parameters:
-            self.named.finish()
+            self.named.finish(left_out)
 
     def finish_newcomers(self, parameters: list[torch.Tensor], name_of: NameOf) -> None:
         """Reduce gradients that were computed before this agreement, each by itself."""
@@ -190,10 +166,11 @@ class Agreement:
         prescale, postscale = settings.scales
         # Parameters on several devices share one lane in host memory: a lane has one communicator, on one device.
         devices = {parameter.device for parameter in parameters}
-        codecs, numbers = settings.policy.choose([(name_of(parameter), parameter) for parameter in parameters])
+        names = list(map(name_of, parameters))
+        codecs, numbers = settings.policy.choose(list(zip(names, parameters, strict=True)))
         slots = [
-            slot_of(name_of(parameter), parameter, self.kinds.dtypes[id(parameter)], number)
-            for parameter, number in zip(parameters, numbers, strict=True)
+            slot_of(name, parameter, self.kinds.dtypes[id(parameter)], number)
+            for name, parameter, number in zip(names, parameters, numbers, strict=True)
         ]
         lane = self.engine.register_plan(
             self._title,
@@ -211,7 +188,7 @@ class Agreement:
         idle = {codec.name for codec in codecs if codec.has_momentum and not lane.reducer.residuals.keeps_anything}
         for name in sorted(idle) if lane.group.rank == 0 else ():
             warnings.warn(NOTHING_TO_ENCODE.format(name=name), stacklevel=2)
-        complaint = settings.policy.complaint([name_of(parameter) for parameter in parameters])
+        complaint = settings.policy.complaint(names)
         if complaint is not None and lane.group.rank == 0:
             warnings.warn(f"{self._title}: {complaint}", stacklevel=2)
         device = parameters[0].device if lane.on_device else torch.device("cpu")

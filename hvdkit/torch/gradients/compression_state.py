@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdkit.compression.dgc import VELOCITY
-from hvdkit.compression.state import OWED, RESIDUAL
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.steps.residuals import Checkpoint
 
@@ -28,7 +25,6 @@ IN_FLIGHT = (
     "while gradients are being compressed.\nHINT: call it after step()."
 )
 
-KINDS = {RESIDUAL, VELOCITY, OWED}
 Saved = dict[str, Any]
 Shapes = Mapping[str, Sequence[int]]  # by name: the shape of a parameter's gradient as it lies in memory
 
@@ -71,7 +67,7 @@ def shapes_of(lane: Lane, names: Sequence[str]) -> Shapes:
 def check(saved: Any, shapes: Shapes) -> list[Saved]:
     """Return the residuals that one or several ranks saved, as a list.
 
-    Raises TypeError for other types, ValueError for residuals that ``save`` did not make, that were given twice, or
+    Raises TypeError for other types, ValueError for residuals of another version of ``save``, that were given twice, or
     that are of parameters of other ``shapes``.
     """
     states = [saved] if isinstance(saved, Mapping) else saved
@@ -88,23 +84,15 @@ def check(saved: Any, shapes: Shapes) -> list[Saved]:
                 f"{IN_STATE} what rank {rank} of {size} kept is there twice\nHINT: give each rank's state once."
             )
     for state in states:
-        for name, arrays in state["kept"].items():
-            _check_arrays(name, arrays, state["shapes"][name], shapes.get(name))
+        for name, shape in state["shapes"].items():
+            here = shapes.get(name)
+            if here is not None and list(shape) != list(here):
+                was, now = (" x ".join(map(str, each)) or "a number" for each in (shape, here))
+                raise ValueError(
+                    f"{IN_STATE} {name!r} was {was} when it was saved, and is {now} here\n"
+                    "HINT: load the state of the same model, or leave it out, which loses what was not sent yet."
+                )
     return list(states)
-
-
-def _check_arrays(name: str, arrays: Mapping[str, Any], shape: Sequence[int], here: Sequence[int] | None) -> None:
-    if here is not None and list(shape) != list(here):
-        was, now = (" x ".join(map(str, each)) or "a number" for each in (shape, here))
-        raise ValueError(
-            f"{IN_STATE} {name!r} was {was} when it was saved, and is {now} here\n"
-            "HINT: load the state of the same model, or leave it out, which loses what was not sent yet."
-        )
-    if unknown := sorted(arrays.keys() - KINDS):
-        raise ValueError(f"{IN_STATE} of {name!r} there is {unknown}, which no codec keeps")
-    for kind, array in arrays.items():
-        if array.numel() != prod(shape):
-            raise ValueError(f"{IN_STATE} {kind!r} of {name!r} has {array.numel()} elements, expected {prod(shape)}")
 
 
 def resume(lane: Lane, saved: Saved | Sequence[Saved], names: Sequence[str] | None = None) -> None:

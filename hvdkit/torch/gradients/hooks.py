@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -89,16 +89,13 @@ class ParameterHooks(ABC):
 
     superseded = False
 
-    def __init__(self, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]) -> None:
-        method: Any = complete  # of an object that may go: its hooks do not keep it
+    def __init__(self, complete: Callable[[torch.Tensor], None]) -> None:
+        method: Any = complete  # of an object with a method name_of, which may go: its hooks do not keep it
         self._owner, self._complete = weakref.ref(method.__self__), method.__func__
-        self._name_of = weakref.WeakMethod(name_of)
         # By the parameter's id: the handle of its hook, and where PyTorch kept the parameter when it was hooked.
         self._handles: dict[int, tuple[RemovableHandle, int]] = {}
-
-    @abstractmethod
-    def _seen(self) -> Set[int]:
-        """Return the ids of parameters whose gradients were computed in this step."""
+        # By the id of each parameter whose gradient was computed in this step: the passes that it has left, or had.
+        self._passes: dict[int, int] = {}
 
     @abstractmethod
     def _computed(self, parameter: torch.Tensor) -> None:
@@ -124,7 +121,7 @@ class ParameterHooks(ABC):
 
     def attach_again(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """Hook parameters whose hook was not called in this step: torch.utils.swap_tensors takes it off."""
-        for key in parameters.keys() - self._seen():
+        for key in parameters.keys() - self._passes.keys():
             self.attach(parameters[key])
 
     def detach(self) -> None:
@@ -134,8 +131,8 @@ class ParameterHooks(ABC):
         self._handles.clear()
 
     def _name(self, parameter: torch.Tensor) -> str:
-        name_of = self._name_of()
-        return name_of(parameter) if name_of is not None else "a parameter"
+        owner: Any = self._owner()
+        return "a parameter" if owner is None else str(owner.name_of(parameter))
 
     def __del__(self) -> None:
         self.detach()
@@ -144,12 +141,9 @@ class ParameterHooks(ABC):
 class GradientHooks(ParameterHooks):
     """Hooks that count down ``passes`` before they call ``complete``; they take a parameter from earlier hooks."""
 
-    def __init__(
-        self, passes: int, complete: Callable[[torch.Tensor], None], name_of: Callable[[torch.Tensor], str]
-    ) -> None:
-        super().__init__(complete, name_of)
+    def __init__(self, passes: int, complete: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(complete)
         self.passes = passes
-        self._left: dict[int, int] = {}
         # Ids of parameters that backward passes inside of backward passes reach, as with reentrant checkpoints. How
         # often these add to a gradient is unknown before the outer pass ends.
         self.reentered: set[int] = set()
@@ -160,16 +154,16 @@ class GradientHooks(ParameterHooks):
     @property
     def touched(self) -> bool:
         """True if a gradient was computed since the last ``reset()``; in a forked child nothing is counted."""
-        return bool(self._left) and not runtime.is_forked()
+        return bool(self._passes) and not runtime.is_forked()
 
     def reset(self) -> None:
         """Begin a new step, in which every parameter has all its passes before it."""
-        self._left.clear()
+        self._passes.clear()
 
     def set_passes(self, passes: int) -> None:
         """Expect this many passes from now on; what was handed over in this step stays handed over."""
         self.passes = passes
-        self._left = {key: passes if left > 0 else 0 for key, left in self._left.items()}
+        self._passes = {key: passes if left > 0 else 0 for key, left in self._passes.items()}
 
     def attach(self, parameter: torch.Tensor) -> bool:
         """Hook a parameter; one of a lazy module gets its hook when this is called after its first forward pass."""
@@ -183,9 +177,6 @@ class GradientHooks(ParameterHooks):
             earlier.detach()
         return True
 
-    def _seen(self) -> Set[int]:
-        return self._left.keys()
-
     def _computed(self, parameter: torch.Tensor) -> None:
         task, key = torch._C._current_graph_task_id(), id(parameter)
         if task != self._graph_task or task == -1:
@@ -195,7 +186,7 @@ class GradientHooks(ParameterHooks):
             return
         if self._is_inside:
             self.reentered.add(key)
-        left = self._left.get(key, self.passes) - 1
+        left = self._passes.get(key, self.passes) - 1
         if key in self.reentered:
             left = 0
         elif left < 0:
@@ -203,6 +194,6 @@ class GradientHooks(ParameterHooks):
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise AssertionError(GRAPH_IN_GRADIENT.format(name=self._name(parameter)))
-        self._left[key] = left
+        self._passes[key] = left
         if left == 0 and (owner := self._owner()) is not None:
             self._complete(owner, parameter)

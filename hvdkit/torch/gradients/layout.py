@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from hvdkit.arena import SMALLEST_BYTES
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.torch.gradients.names import parameters_of
-from hvdkit.torch.ops.framework import as_array, as_tensor
+from hvdkit.torch.ops.framework import as_array
 
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -103,11 +103,6 @@ def slot_of(name: str, parameter: torch.Tensor, dtype: torch.dtype, codec: int =
     return Slot(name, shape, _NUMPY_DTYPES[_real(dtype)], codec)
 
 
-def tensor_on(memory: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the shape and strides of ``like`` over ``memory``, a flat array of its slot's dtype."""
-    return as_tensor(memory).view(like.dtype).as_strided(like.shape, like.stride())
-
-
 def layout_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory, of a parameter's shape and of ``dtype``, whose strides are those of its slot."""
     if parameter.is_contiguous() or memory_order(parameter) is not None:
@@ -164,13 +159,13 @@ def _extent(tensor: torch.Tensor) -> int:
     return (sum(steps) + 1) * tensor.element_size()
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the indices of dense tensors that may share memory with an earlier one."""
-    shared, reached = [], 0
+def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Return the indices of dense tensors that may share memory with an earlier one, or elements with each other."""
+    shared, reached = set(), 0
     for begin, index in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors)):
-        if begin < reached:
-            shared.append(index)
         tensor = tensors[index]
+        if begin < reached or torch._debug_has_internal_overlap(tensor) == 1:
+            shared.add(index)
         reached = max(reached, begin + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)))
     return shared
 

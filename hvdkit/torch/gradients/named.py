@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,21 +13,14 @@ from hvdkit.engine.ops.hints import SPARSE
 from hvdkit.errors import HorovodInternalError
 from hvdkit.torch.gradients.hooks import COMPUTED_AGAIN
 from hvdkit.torch.gradients.layout import TOO_WIDE, Kinds, gradient_dtype, overlapping, storage_of
-from hvdkit.torch.ops.allreduce import allreduce_async_, grouped_allreduce_async_
+from hvdkit.torch.ops.allreduce import grouped_allreduce_async_
 from hvdkit.torch.ops.sparse import sparse_allreduce_async
 from hvdkit.torch.ops.sync import synchronize
 
 # Parameters, and their gradients as all ranks have them.
 Results = list[tuple[torch.Tensor, torch.Tensor | None]]
-# An operation in flight: what waits for its result, and what makes gradients of that.
-Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
-
-
-def _empty_sparse(parameter: torch.Tensor, sparse_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a sparse gradient without elements, the contribution of a rank without a gradient."""
-    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+# Waits for an operation in flight.
+Pending = Callable[[], Results]
 
 
 class NamedGradients:
@@ -54,11 +46,6 @@ class NamedGradients:
         self._ready: set[int] = set()
         self._submitted: set[int] = set()
         self._pending: list[Pending] = []
-        self._left_out: set[int] = set()
-
-    def leave_out(self, ids: Collection[int]) -> None:
-        """Do not reduce these parameters in this step, the last one of these operations, on all ranks alike."""
-        self._left_out = set(ids)
 
     def hand_over(self, parameter: torch.Tensor, may_grow: bool = False) -> None:
         """Submit a complete gradient, or its group with the last of it; a gradient that ``may_grow`` waits.
@@ -78,27 +65,30 @@ class NamedGradients:
         if all(id(member) in self._ready for member in group):
             self._submit(group)
 
-    def finish(self) -> None:
-        """Wait until all gradients are reduced. A gradient not handed over counts as it is, None as zeros."""
+    def finish(self, left_out: Collection[int] = ()) -> None:
+        """Wait until all gradients are reduced. A gradient not handed over counts as it is, None as zeros.
+
+        The parameters ``left_out``, given by id, the same on all ranks, are not reduced.
+        """
         for parameter in self.parameters:
-            if id(parameter) not in self._submitted and id(parameter) not in self._left_out:
+            if id(parameter) not in self._submitted and id(parameter) not in left_out:
                 group = self._group_of.get(id(parameter), (parameter,))
-                self._submit([member for member in group if id(member) not in self._left_out])
-        able = _able_to_hold(self.parameters)
-        for wait, adopt in self._take_pending():
-            for parameter, result in adopt(wait()):
+                self._submit([member for member in group if id(member) not in left_out])
+        dense: list[Any] = [each for each in self.parameters if storage_of(each.grad) is not None]
+        shared = overlapping([member.grad for member in dense])
+        able = {id(member) for index, member in enumerate(dense) if index not in shared}
+        for wait in self._take_pending():
+            for parameter, result in wait():
                 if not parameter.requires_grad:
                     continue
-                if parameter.grad is None or result is None or result.layout is not torch.strided:
+                if id(parameter) not in able or result is None or result.layout is not torch.strided:
                     parameter.grad = result
-                elif id(parameter) in able:
+                elif parameter.grad is not None:
                     parameter.grad.copy_(result)
-                else:
-                    parameter.grad = result
 
     def abandon(self, waits: bool) -> None:
         """Forget the operations submitted in this step, after a wait for them if it ``waits``."""
-        for wait, _ in self._take_pending():
+        for wait in self._take_pending():
             with suppress(HorovodInternalError):
                 if waits:
                     wait()
@@ -107,7 +97,6 @@ class NamedGradients:
         pending, self._pending = self._pending, []
         self._ready.clear()
         self._submitted.clear()
-        self._left_out = set()
         return pending
 
     def _submit(self, group: Sequence[torch.Tensor]) -> None:
@@ -139,44 +128,40 @@ class NamedGradients:
 
     def _submit_dense(self, group: Sequence[torch.Tensor]) -> Pending:
         compressed, contexts = zip(*map(self._compressed, group), strict=True)
-        is_single, settings = len(group) == 1, self._settings
-        start = partial(allreduce_async_, compressed[0]) if is_single else partial(grouped_allreduce_async_, compressed)
+        settings = self._settings
         prescale, postscale = settings.scales
-        factors = {"prescale_factor": prescale, "postscale_factor": postscale}
-        handle = start(name=self._names[id(group[0])], op=settings.op, process_set=settings.process_set, **factors)
+        handle = grouped_allreduce_async_(
+            compressed,
+            name=self._names[id(group[0])],
+            op=settings.op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=settings.process_set,
+        )
 
-        def adopt(reduced: Any) -> Results:
-            gradients = [reduced] if is_single else reduced
+        def wait() -> Results:
             return [
                 (member, self._decompressed(member, gradient, context))
-                for member, gradient, context in zip(group, gradients, contexts, strict=True)
+                for member, gradient, context in zip(group, synchronize(handle), contexts, strict=True)
             ]
 
-        return lambda: synchronize(handle), adopt
+        return wait
 
     def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
         gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
         if gradient is None or not parameter.requires_grad:
-            gradient = _empty_sparse(parameter, sparse_dim, self._dtypes[id(parameter)])
+            indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+            shape, dtype = (0, *parameter.shape[sparse_dim:]), self._dtypes[id(parameter)]
+            values = torch.empty(shape, dtype=dtype, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(sparse_dim)
         name = f"{self._names[id(parameter)]}{SPARSE}"
-        wait = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
+        reduced_by_all = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
 
-        def adopt(reduced: torch.Tensor) -> Results:
+        def wait() -> Results:
+            reduced = reduced_by_all()
             # A row that no rank computed is no gradient: SparseAdam would count a step for it.
             return [(parameter, reduced.to(parameter.device) if reduced._nnz() else None)]
 
-        return wait, adopt
-
-
-def _able_to_hold(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """Return the ids of parameters whose dense gradients can hold results: those share no bytes with earlier ones."""
-    dense = [member for member in parameters if member.grad is not None and member.grad.layout is torch.strided]
-    gradients: list[Any] = [member.grad for member in dense]
-    shared = set(overlapping(gradients))
-    return {
-        id(parameter)
-        for index, (parameter, gradient) in enumerate(zip(dense, gradients, strict=True))
-        if index not in shared and torch._debug_has_internal_overlap(gradient) != 1
-    }
+        return wait

@@ -17,11 +17,6 @@ NO_PAIRS = (
 )
 
 
-def find_duplicates(names: Iterable[str]) -> list[str]:
-    """Return every name that occurs more than once, sorted."""
-    return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
 def parameters_of(param_groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
     """Return all of an optimizer's parameters, in order."""
     return [parameter for group in param_groups for parameter in group["params"]]
@@ -53,7 +48,8 @@ def check_names(
         is_pair = isinstance(pair, tuple) and len(pair) == 2
         if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
             raise ValueError(NO_PAIRS.format(got=f"{_brief(pair)} at index {index}"))
-    if duplicates := find_duplicates(name for name, _ in pairs):
+    counts = Counter(name for name, _ in pairs)
+    if duplicates := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(
             "Parameter names in named_parameters must be unique. Found duplicates: "
             f"{', '.join(duplicates)}\nHINT: several models in one optimizer need a prefix for each."

@@ -25,9 +25,9 @@ from hvdkit.torch.gradients.layout import (
     layout_of,
     overlapping,
     storage_of,
-    tensor_on,
 )
 from hvdkit.torch.gradients.watch import Watched, changed_since, is_moved, mark_half_summed, raise_if_changed, watch
+from hvdkit.torch.ops.framework import as_tensor
 
 
 class PlannedGradients:
@@ -49,7 +49,9 @@ class PlannedGradients:
         self._forms = [form_of(like, device) for like in self._like]
         self._flatten = flat_view if lane.on_device else flat_array
         self._small = {
-            i: tensor_on(memory, like) for i, like in enumerate(self._like) if (memory := lane.small(i)) is not None
+            i: as_tensor(memory).view(like.dtype).as_strided(like.shape, like.stride())
+            for i, like in enumerate(self._like)
+            if (memory := lane.small(i)) is not None
         }
         self._declared = [gradient_dtype(parameter) for parameter in self.parameters]
         # Handing all over after backward() takes less time: during it, caches hold the data of the backward pass.
@@ -59,23 +61,11 @@ class PlannedGradients:
         self._in_place: dict[int, int] = {}  # by address: the slots that are reduced where they lie
         self._repeated: set[int] = set()  # ids of gradients that several parameters have
         self._copies: dict[int, torch.Tensor] = {}  # reduced in the place of a gradient
-        self._left_out: set[int] = set()
+        self._left_out: set[int] = set()  # slots whose gradients count as zeros, and stay as they are
 
     def _start_step(self) -> None:
         self._watched, self._waiting, self._in_place, self._copies = {}, {}, {}, {}
         self._repeated, self._left_out = set(), set()
-
-    def _takes_part(self, i: int) -> bool:
-        """True if a slot's gradient counts, which it does also if its parameter was frozen after backward()."""
-        return i not in self._left_out and (i in self._watched or self.parameters[i].requires_grad)
-
-    def _all_take_part(self) -> bool:
-        """True if the gradients of all slots count, so that no slot needs to be asked."""
-        return not self._left_out and len(self._watched) == len(self.parameters)
-
-    def leave_out(self, ids: Collection[int]) -> None:
-        """Reduce zeros for parameters that all ranks have cast: this step is the last of this lane."""
-        self._left_out = {index for key in ids if (index := self.index.get(key)) is not None}
 
     def hand_over(
         self, i: int, since: float | None = None, watched: Watched | None = None, may_grow: bool = False
@@ -91,7 +81,7 @@ class PlannedGradients:
         if watched is not None:
             self._watched[i] = watched
             if is_moved(watched, gradient):
-                return  # check_unchanged() raises
+                return  # finish() raises
         elif gradient is not None:
             self._watched[i] = watch(gradient)
         if may_grow and i in self.lane.step.ready:
@@ -127,12 +117,11 @@ class PlannedGradients:
     ) -> list[Offer | None]:
         """Return this rank's contribution to each slot: the gradient itself or a copy; None for zeros."""
         small, forms, in_place, repeated = self._small, self._forms, self._in_place, self._repeated
-        all_take_part = self._all_take_part()
         offers: list[Offer | None] = []
         for i, gradient in zip(slots, gradients, strict=True):
             if i in filled:
                 offer: Offer | None = FILLED
-            elif not (all_take_part or self._takes_part(i)):
+            elif i in self._left_out:
                 offer = None
             elif (
                 gradient is not None
@@ -166,36 +155,36 @@ class PlannedGradients:
         self.lane.records.copied([i], started)
         return offer
 
-    def check_unchanged(self, name_of: Any) -> None:
-        """Raise AssertionError if a gradient was changed or replaced while it was being reduced."""
-        parameters = self.parameters
+    def finish(self, name_of: Any, left_out: Collection[int] = ()) -> None:
+        """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros.
+
+        The gradients of the parameters ``left_out``, given by id, count as zeros, too. Raises AssertionError if a
+        gradient was changed or replaced while it was being reduced.
+        """
+        if left_out:
+            self._left_out = {index for key, index in self.index.items() if key in left_out}
+        parameters, unready = self.parameters, self.lane.unready_slots()
         changed = changed_since(self._watched, parameters)
         if self._in_place:  # no gradient that is not handed over yet may share the storage of one that is being reduced
             in_flight = {storage_of(parameters[i].grad) for i in self._in_place.values()} - {None}
-            changed += [i for i in self.lane.unready_slots() if storage_of(parameters[i].grad) in in_flight]
+            changed += [i for i in unready if storage_of(parameters[i].grad) in in_flight]
         if changed:
             raise_if_changed([parameters[i] for i in changed], name_of)
-
-    def finish(self) -> None:
-        """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros."""
-        self._hand_over_rest()
-        self.lane.finish()
-        self._give_back()
-        self._start_step()
-
-    def _hand_over_rest(self) -> None:
-        unready = self.lane.unready_slots()
-        gradients = [self.parameters[i].grad for i in unready]
+        gradients = [parameters[i].grad for i in unready]
         for i, gradient in zip(unready, gradients, strict=True):
-            if i not in self._watched and i not in self._left_out and gradient is not None:
+            if i not in self._watched and not parameters[i].requires_grad:
+                self._left_out.add(i)  # frozen before backward()
+            elif i not in self._watched and i not in self._left_out and gradient is not None:
                 self._fits_dtype(i, gradient)
         ids = list(map(id, gradients))
         if len(set(ids)) < len(ids):  # a gradient that is copied for one parameter must not be reduced for another
             self._repeated = {key for key, count in Counter(ids).items() if count > 1}
         filled = self._fill_small(unready, gradients) if self._small else set()
-        waiting = self._waiting
-        since = [waiting.get(i, UNSEEN) for i in unready]
+        since = [self._waiting.get(i, UNSEEN) for i in unready]
         self.lane.ready_all(unready, self._offers(unready, gradients, filled), since)
+        self.lane.finish()
+        self._give_back()
+        self._start_step()
 
     def _fill_small(self, slots: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> set[int]:
         """Copy the dense gradients of small slots together. Return the slots that were filled."""
@@ -203,7 +192,7 @@ class PlannedGradients:
         dense = {
             i: gradient
             for i, gradient in zip(slots, gradients, strict=True)
-            if i in self._small and gradient is not None and not gradient.is_sparse and self._takes_part(i)
+            if i in self._small and gradient is not None and not gradient.is_sparse and i not in self._left_out
         }
         if dense:
             torch._foreach_copy_([self._small[i] for i in dense], list(dense.values()))
@@ -213,16 +202,14 @@ class PlannedGradients:
     def _give_back(self) -> None:
         """Write the results that lie elsewhere into the parameters' gradients."""
         copies, small = self._copies, self._small
-        in_place: list[torch.Tensor] = []
         into: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slot: a dense gradient and its result
-        all_take_part = self._all_take_part()
         for i, parameter in enumerate(self.parameters):
-            if not (all_take_part or self._takes_part(i)):
+            if i in self._left_out:
                 continue
             gradient, result = parameter.grad, copies.get(i, small.get(i))
             if result is None:
-                if gradient is not None:
-                    in_place.append(gradient)
+                if gradient is not None:  # a graph that saved the gradient must not take the result for it
+                    torch.autograd.graph.increment_version(gradient)
                 continue
             sparse_dim = self._sparse_dims.get(id(parameter))
             if sparse_dim is None and gradient is not None and gradient.is_sparse:
@@ -231,13 +218,10 @@ class PlannedGradients:
                 sparse = result.to_sparse(sparse_dim)
                 # SparseAdam would count a step for a gradient without rows.
                 parameter.grad = sparse.to(parameter.device) if sparse._nnz() else None
-            elif gradient is None or torch._debug_has_internal_overlap(gradient) == 1:
+            elif gradient is None:
                 self._replace(i, parameter, result)
             else:
                 into[i] = gradient, result
-        # A graph that saved a gradient must not take the result for it.
-        for gradient in in_place:  # several at once need PyTorch 2.5
-            torch.autograd.graph.increment_version(gradient)
         if into:
             self._write(into)
 

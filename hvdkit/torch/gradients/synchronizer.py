@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from hvdkit.api.checks import size_of
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
+from hvdkit.torch import phases
 from hvdkit.torch.gradients import compression_state, watch
-from hvdkit.torch.gradients.agreement import Agreement, OptimizerSettings
+from hvdkit.torch.gradients.agreement import Agreement
 from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned
-from hvdkit.torch.gradients.names import default_names, parameters_of
+from hvdkit.torch.gradients.names import default_names
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.verification import OptimizerVerification
 from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched, changed_since, raise_if_changed
-from hvdkit.torch.phases import follow
 
 INTERRUPTED = (
     "The gradients of this step were being reduced when hvd.shutdown() ended the job; they may be half summed.\n"
@@ -42,11 +44,10 @@ class GradientSynchronizer:
     without gradients. So the first step has no overlap.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: GradientSettings) -> None:
         self.settings = settings
         self.verification = OptimizerVerification(settings.process_set)
         self.should_synchronize = True  # False within skip_synchronize()
-        self.for_scaler = False  # True if a GradScaler had the gradients synchronised
         self._is_synchronized = False
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
@@ -54,8 +55,8 @@ class GradientSynchronizer:
         self._engine: Any = None
         self._distributed = False
         self._agreement: Agreement | None = None
-        self._has_begun = False  # True after the first gradient of a step
-        self._agrees_anew = True  # after it: True if gradients wait for the next agreement
+        # After the first gradient of a step: True if its gradients wait for the next agreement.
+        self._agrees_anew: bool | None = None
         # By id, complete before there was an agreement: the parameter, the time (perf_counter), the gradient then.
         self._waiting: dict[int, tuple[torch.Tensor, float, Watched | None]] = {}
         self._served: list[int] = []  # sizes of gradients, in bytes, that the arena serves for this optimizer
@@ -65,7 +66,7 @@ class GradientSynchronizer:
             self.bind()
 
     def _new_hooks(self) -> Any:
-        return GradientHooks(self.settings.backward_passes_per_step, self._complete, self.name_of)
+        return GradientHooks(self.settings.backward_passes_per_step, self._complete)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the user's name of a parameter, else its place in the optimizer."""
@@ -80,15 +81,20 @@ class GradientSynchronizer:
 
     def trainable(self, complete: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """Return parameters by id, with frozen parameters in ``complete``, whose gradients were complete before."""
-        members = parameters_of(self.groups())
-        return {id(member): member for member in members if member.requires_grad or id(member) in complete}
+        return {
+            id(member): member
+            for group in self.groups()
+            for member in group["params"]
+            if member.requires_grad or id(member) in complete
+        }
 
     def bind(self) -> bool:
         """Prepare a step in the present job. Return True if there are other ranks to reduce with."""
         if self.hooks.superseded:
             raise ValueError(SUPERSEDED)
         engine = runtime.engine()
-        follow(engine.telemetry)
+        if engine.telemetry.timeline is not None or phases.recording is not None:
+            phases.follow(engine.telemetry)
         if engine is not self._engine:
             self._bind_to(engine)
         return self._distributed
@@ -98,8 +104,8 @@ class GradientSynchronizer:
         self._engine, self._lane_error = engine, None
         is_interrupted = self._planned is not None and self._planned.lane.in_flight
         self._drop_agreement()
-        is_included = self.settings.process_set.included()
-        self._distributed = is_included and self.settings.process_set.size() > 1
+        is_included = bool(self.settings.process_set.included())
+        self._distributed = is_included and size_of(self.settings.process_set) > 1
         if self._distributed:
             self._attach(self.trainable())
         else:
@@ -127,18 +133,13 @@ class GradientSynchronizer:
         self._served = served
 
     @property
-    def in_flight(self) -> bool:
-        """True between a backward pass and the synchronisation of its gradients."""
-        return bool(self.hooks.touched)
-
-    @property
     def is_synchronized(self) -> bool:
         """True if gradients were synchronised, and neither used by step() nor computed anew since."""
         return self._is_synchronized and not self.hooks.touched
 
     def forget_synchronized(self) -> None:
         """Note that the synchronised gradients were used or cleared."""
-        self._is_synchronized = self.for_scaler = False
+        self._is_synchronized = False
 
     def set_passes(self, passes: int) -> None:
         """Expect ``passes`` backward passes a step from now on."""
@@ -148,8 +149,7 @@ class GradientSynchronizer:
     def _complete(self, parameter: torch.Tensor) -> None:
         """Take a complete gradient from a hook. The engine and the agreement are checked once a step."""
         agreement = self._agreement
-        if not self._has_begun:
-            self._has_begun = True
+        if self._agrees_anew is None:
             self._agrees_anew = agreement is None or runtime.current() is not self._engine or agreement.is_outdated()
         key = id(parameter)
         if agreement is None or self._agrees_anew:
@@ -166,8 +166,8 @@ class GradientSynchronizer:
 
         ``updates``: the optimizer's update follows at once. Raises ParametersDifferError if ranks' parameters differed.
         """
-        if self.settings.pairing is not None:
-            self.settings.pairing.check()
+        if self.settings.pairing is not None and self.settings.pairing.error is not None:
+            raise ValueError(self.settings.pairing.error)
         is_distributed = self.bind()
         if HALF_SUMMED_MARKS:
             self.check_cleared()
@@ -178,13 +178,7 @@ class GradientSynchronizer:
             self.verification.finished()
         elif self.settings.process_set.included():
             self._finish_alone()
-        self._is_synchronized, self.for_scaler = True, False
-
-    def synchronize_for_scaler(self) -> None:
-        """Reduce the gradients before a GradScaler reads them; the following step() need not synchronise again."""
-        if self.should_synchronize and not self.is_synchronized:
-            self.synchronize()
-            self.for_scaler = True
+        self._is_synchronized = True
 
     def check_cleared(self) -> None:
         """Raise ValueError for a gradient that a failed step left half summed."""
@@ -232,7 +226,7 @@ class GradientSynchronizer:
         self._start_step()
 
     def _start_step(self) -> None:
-        self._has_begun = False
+        self._agrees_anew = None
         self._waiting.clear()
         self.hooks.reset()
 
@@ -271,8 +265,7 @@ class GradientSynchronizer:
     def _change_agreement(self, old: Agreement, trainable: dict[int, torch.Tensor]) -> None:
         """Change the agreement after parameters were frozen, unfrozen, added or cast: this step ends on the old one."""
         changed = old.changed(trainable)
-        old.leave_out(changed)
-        old.finish(self.name_of)
+        old.finish(self.name_of, left_out=changed)
         self._agreement = new = self._agree(trainable)
         settled = set(old.ids).difference(changed)
         new.finish_newcomers([member for key, member in trainable.items() if key not in settled], self.name_of)

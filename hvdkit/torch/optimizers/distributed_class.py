@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from hvdkit.api.checks import check_passes
-from hvdkit.engine.session import runtime
+from hvdkit.api.gradients.settings import GradientSettings
 from hvdkit.kernels.reduce_op import ReduceOp
-from hvdkit.torch.gradients.agreement import OptimizerSettings
 from hvdkit.torch.gradients.compression_state import KEY, check
 from hvdkit.torch.gradients.layout import encodable_shapes
 from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.optimizers.step import AdasumSynchronizer, guard_scalers, reduce_and_step
 
-_SETTINGS = "_distributed_settings"
+_SETTINGS = "_distributed_settings"  # a key of a pickled optimizer
 
 CLEARED_IN_FLIGHT = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
@@ -33,18 +32,13 @@ NO_SKIP_WITH_ADASUM = (
 )
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """True for what ``DistributedOptimizer`` returned."""
-    return hasattr(type(optimizer), _SETTINGS)
-
-
 def _only_makes_state(optimizer: Any) -> bool:
     """True if step(closure=None) is how torch.distributed.checkpoint.state_dict has an optimizer make its state.
 
     It does so where there is no state, with gradients of zeros that no backward pass computed and learning rates of 0.
     This moves no parameter, so it is made without the other ranks: one rank may save alone.
     """
-    if optimizer._synchronizer.in_flight or optimizer.state:
+    if optimizer._synchronizer.hooks.touched or optimizer.state:
         return False
     if any(group.get("lr", 0.0) != 0 for group in optimizer.param_groups):
         return False
@@ -52,12 +46,12 @@ def _only_makes_state(optimizer: Any) -> bool:
     return all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def _synchronizer_for(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> GradientSynchronizer:
+def _synchronizer_for(optimizer: torch.optim.Optimizer, settings: GradientSettings) -> GradientSynchronizer:
     kind = AdasumSynchronizer if settings.op is ReduceOp.ADASUM else GradientSynchronizer
     return kind(optimizer, settings)
 
 
-def wrap(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> Any:
+def wrap(optimizer: torch.optim.Optimizer, settings: GradientSettings) -> Any:
     """Return a distributed optimizer that shares state, defaults, groups and hooks with ``optimizer``."""
     wrapped = _new(type(optimizer))
     # A learning rate scheduler made earlier has put its own step on the object; it must not bypass ours.
@@ -179,7 +173,6 @@ def distributed_class(base: Any) -> Any:
 
         @functools.wraps(base.step)
         def step(self, *args: Any, **kwargs: Any) -> Any:
-            runtime.check_not_forked()
             if kwargs == {"closure": None} and not args and _only_makes_state(self):
                 return super().step(**kwargs)
             if isinstance(self._synchronizer, AdasumSynchronizer):
@@ -196,7 +189,7 @@ def distributed_class(base: Any) -> Any:
             Raises:
                 AssertionError: between backward() and step() or synchronize().
             """
-            if self._synchronizer.in_flight:
+            if self._synchronizer.hooks.touched:
                 raise AssertionError(CLEARED_IN_FLIGHT)
             self._synchronizer.forget_synchronized()
             super().zero_grad(*args, **kwargs)
@@ -246,7 +239,6 @@ def distributed_class(base: Any) -> Any:
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
             return _new, (base,), self.__getstate__()
 
-    setattr(Distributed, _SETTINGS, None)
     Distributed.step.hooked = True  # type: ignore[attr-defined]  # base.step runs the hooks, on reduced gradients
     Distributed.__name__, Distributed.__qualname__, Distributed.__doc__ = base.__name__, base.__qualname__, base.__doc__
     # As in Horovod, optimizer.__module__ == DistributedOptimizer.__module__ tells such an optimizer from a plain one.

@@ -5,7 +5,6 @@ No rank steps its optimizer to have state to write into, so ranks may begin with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,26 +80,18 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if topology.size == 1:
         return
     name, is_root = "broadcast_optimizer_state", topology.rank == root
-    structure: _Structure = broadcast_object(_describe(optimizer) if is_root else None, root, f"{name}.structure")
+    sent: list[Tensor] = []  # tensors that are broadcast on their own, in the same order on all ranks
+    own = _describe(optimizer, sent) if is_root else None
+    structure: _Structure = broadcast_object(own, root, f"{name}.structure")
     problems = allgather_object(_difference(structure, optimizer), f"{name}.check")
     if any(problems):
         lines = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
         raise ValueError(f"{name}: optimizers must be alike on all ranks, but against rank {root}\n" + "\n".join(lines))
-    parameters = parameters_of(optimizer.param_groups)
-    if is_root:
-        states = [optimizer.state.get(parameter) for parameter in parameters]
-    else:
-        states = [
-            None if state is None else _allocate(state, parameter, optimizer.state.get(parameter))
-            for state, parameter in zip(structure.states, parameters, strict=True)
-        ]
-    own_messages = (
-        tensor
-        for described, state in zip(structure.states, states, strict=True)
-        for slot, tensor in _slots(described, state)
-        if slot.value is None
-    )
-    broadcast_tensors([(f"{name}.{index}", tensor) for index, tensor in enumerate(own_messages)], root)
+    states = []
+    if not is_root:
+        for state, parameter in zip(structure.states, parameters_of(optimizer.param_groups), strict=True):
+            states.append(None if state is None else _allocate(state, parameter, optimizer.state.get(parameter), sent))
+    broadcast_tensors([(f"{name}.{index}", tensor) for index, tensor in enumerate(sent)], root)
     if not is_root:
         _install(optimizer, structure, states)
 
@@ -109,34 +100,34 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
     return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _describe(optimizer: torch.optim.Optimizer) -> _Structure:
+def _describe(optimizer: torch.optim.Optimizer, sent: list[Tensor]) -> _Structure:
     groups, state = optimizer.param_groups, optimizer.state
     return _Structure(
         optimizer=type(optimizer).__name__,
         options=[
-            {key: _describe_value(value, None) for key, value in group.items() if key not in _NOT_OPTIONS}
+            {key: _describe_value(value, None, sent) for key, value in group.items() if key not in _NOT_OPTIONS}
             for group in groups
         ],
         shapes=_shapes(optimizer),
-        states=[_describe_value(state[each], each) if each in state else None for each in parameters_of(groups)],
-        others={key: _describe_value(value, None) for key, value in state.items() if not isinstance(key, Tensor)},
+        states=[_describe_value(state[each], each, sent) if each in state else None for each in parameters_of(groups)],
+        others={key: _describe_value(value, None, sent) for key, value in state.items() if not isinstance(key, Tensor)},
     )
 
 
-def _describe_value(value: Any, parameter: Tensor | None) -> Any:
-    """Return ``value`` with slots for its tensors; tensors without a parameter travel inside the structure."""
+def _describe_value(value: Any, parameter: Tensor | None, sent: list[Tensor]) -> Any:
+    """Return ``value`` with slots for its tensors. Large tensors of a parameter are put into ``sent``."""
     if isinstance(value, dict):
-        return {key: _describe_value(entry, parameter) for key, entry in value.items()}
+        return {key: _describe_value(entry, parameter, sent) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_describe_value(entry, parameter) for entry in value)
+        return type(value)(_describe_value(entry, parameter, sent) for entry in value)
     if not isinstance(value, Tensor):
         return value
     with_parameter = parameter is not None and value.device == parameter.device
     dense = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
-    alone = parameter is not None and dense and value.numel() > _SMALL
-    return _Slot(
-        tuple(value.shape), value.dtype, with_parameter, None if alone else value.detach().to("cpu", copy=True)
-    )
+    if parameter is not None and dense and value.numel() > _SMALL:
+        sent.append(value)
+        return _Slot(tuple(value.shape), value.dtype, with_parameter, None)
+    return _Slot(tuple(value.shape), value.dtype, with_parameter, value.detach().to("cpu", copy=True))
 
 
 def _difference(structure: _Structure, optimizer: torch.optim.Optimizer) -> str | None:
@@ -155,13 +146,16 @@ def _difference(structure: _Structure, optimizer: torch.optim.Optimizer) -> str 
     return None
 
 
-def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
-    """Return the described value with tensors in its slots: this rank's own where they fit, else new tensors."""
+def _allocate(described: Any, parameter: Tensor | None, existing: Any, sent: list[Tensor]) -> Any:
+    """Return the described value with tensors in its slots: this rank's own where they fit, else new tensors.
+
+    Tensors whose values are still to come are put into ``sent``.
+    """
     if isinstance(described, dict):
         own = existing if isinstance(existing, dict) else {}
-        return {key: _allocate(entry, parameter, own.get(key)) for key, entry in described.items()}
+        return {key: _allocate(entry, parameter, own.get(key), sent) for key, entry in described.items()}
     if type(described) in (list, tuple):
-        return type(described)(_allocate(entry, parameter, None) for entry in described)
+        return type(described)(_allocate(entry, parameter, None, sent) for entry in described)
     if not isinstance(described, _Slot):
         return described
     device = parameter.device if parameter is not None and described.with_parameter else torch.device("cpu")
@@ -175,19 +169,13 @@ def _allocate(described: Any, parameter: Tensor | None, existing: Any) -> Any:
     if described.value is not None:
         return existing.copy_(described.value) if fits else described.value.to(device)
     if fits:
-        return existing
-    if parameter is not None and described.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=described.dtype, device=device, requires_grad=False)
-    return torch.empty(described.shape, dtype=described.dtype, device=device)
-
-
-def _slots(described: Any, value: Any) -> Iterator[tuple[_Slot, Tensor]]:
-    """Yield each slot with the tensor in it, in the same order on all ranks."""
-    if isinstance(described, _Slot):
-        yield described, value
-    elif isinstance(described, dict) or type(described) in (list, tuple):
-        for key in described if isinstance(described, dict) else range(len(described)):
-            yield from _slots(described[key], value[key])
+        tensor = existing
+    elif parameter is not None and described.shape == tuple(parameter.shape):
+        tensor = torch.empty_like(parameter, dtype=described.dtype, device=device, requires_grad=False)
+    else:
+        tensor = torch.empty(described.shape, dtype=described.dtype, device=device)
+    sent.append(tensor)
+    return tensor
 
 
 def _install(optimizer: torch.optim.Optimizer, structure: _Structure, states: list[Any]) -> None:
@@ -197,7 +185,7 @@ def _install(optimizer: torch.optim.Optimizer, structure: _Structure, states: li
         if state is not None:
             optimizer.state[parameter] = state
     for key, value in structure.others.items():
-        optimizer.state[key] = _allocate(value, None, None)
+        optimizer.state[key] = _allocate(value, None, None, [])
     for group, options in zip(optimizer.param_groups, structure.options, strict=True):
         for key, option in options.items():
-            group[key] = _allocate(option, None, group.get(key))
+            group[key] = _allocate(option, None, group.get(key), [])

@@ -47,31 +47,25 @@ def reduce_and_step(
     gradients: GradientSynchronizer, plain_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Reduce the gradients and call the wrapped optimizer's ``plain_step``. A closure reduces them after each call."""
-    takes_closure = True
     if args and callable(args[0]):
         _synchronize_before_closure(gradients)
         args = (_synchronized_closure(gradients, args[0]), *args[1:])
     elif callable(kwargs.get("closure")):
         _synchronize_before_closure(gradients)
         kwargs = {**kwargs, "closure": _synchronized_closure(gradients, kwargs["closure"])}
-    elif gradients.should_synchronize and not (gradients.for_scaler and gradients.is_synchronized):
-        takes_closure = False
+    elif gradients.should_synchronize:
         if gradients.is_synchronized:
             warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
         gradients.synchronize(updates=True)
     else:
         _check_synchronized(gradients)
-    gradients.forget_synchronized()
     try:
         result = plain_step(*args, **kwargs)
-    except BaseException:  # other ranks compare their parameters then
-        gradients.verification.updated(gradients.groups(), gradients.name_of)
-        raise
-    if gradients.in_flight:
-        raise AssertionError(COMPUTED_IN_STEP)
-    gradients.verification.updated(gradients.groups(), gradients.name_of)
-    if takes_closure:
+        if gradients.hooks.touched:
+            raise AssertionError(COMPUTED_IN_STEP)
+    finally:  # also after an error, since other ranks compare their parameters then
         gradients.forget_synchronized()
+        gradients.verification.updated(gradients.groups(), gradients.name_of)
     return result
 
 
@@ -80,7 +74,7 @@ def _synchronize_before_closure(gradients: GradientSynchronizer) -> None:
     if not gradients.should_synchronize or not gradients.settings.process_set.included():
         return
     is_distributed = gradients.bind()
-    has_gradients = torch.tensor([gradients.in_flight], dtype=torch.uint8)
+    has_gradients = torch.tensor([gradients.hooks.touched], dtype=torch.uint8)
     if is_distributed:
         has_gradients = _allreduced(gradients, has_gradients, "before_closure", ReduceOp.MAX)
     if has_gradients.item():
@@ -88,7 +82,8 @@ def _synchronize_before_closure(gradients: GradientSynchronizer) -> None:
 
 
 def _check_synchronized(gradients: GradientSynchronizer) -> None:
-    if gradients.in_flight:
+    runtime.check_not_forked()
+    if gradients.hooks.touched:
         raise AssertionError(SKIPPED_IN_FLIGHT)
     gradients.check_cleared()
 
@@ -149,20 +144,27 @@ def guard_scalers() -> None:
 
     @functools.wraps(plain_step)
     def step(self: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        synchronizer = getattr(optimizer, "_synchronizer", None)
-        if synchronizer is not None and self.is_enabled() and "closure" not in kwargs:
-            synchronizer.synchronize_for_scaler()
-        return plain_step(self, optimizer, *args, **kwargs)
+        gradients = _read_by(self, optimizer)
+        if gradients is None or gradients.is_synchronized or "closure" in kwargs or not gradients.should_synchronize:
+            return plain_step(self, optimizer, *args, **kwargs)
+        gradients.synchronize()
+        with optimizer.skip_synchronize():
+            return plain_step(self, optimizer, *args, **kwargs)
 
     @functools.wraps(plain_unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
-        synchronizer = getattr(optimizer, "_synchronizer", None)
-        is_adasum = isinstance(synchronizer, AdasumSynchronizer)  # gradients stay their rank's
-        if synchronizer is not None and not is_adasum and self.is_enabled() and synchronizer.in_flight:
+        gradients = _read_by(self, optimizer)
+        if gradients is not None and gradients.hooks.touched:
             raise AssertionError(UNSCALED_IN_FLIGHT)
         plain_unscale(self, optimizer)
 
     scaler.step, scaler.unscale_ = step, unscale_
+
+
+def _read_by(scaler: torch.amp.GradScaler, optimizer: Any) -> GradientSynchronizer | None:
+    """Return the synchronizer of gradients that a scaler reads; None where they stay their rank's, as with Adasum."""
+    gradients: GradientSynchronizer | None = getattr(optimizer, "_synchronizer", None)
+    return gradients if scaler.is_enabled() and not isinstance(gradients, AdasumSynchronizer) else None
 
 
 class AdasumSynchronizer(GradientSynchronizer):
@@ -177,9 +179,6 @@ class AdasumSynchronizer(GradientSynchronizer):
 
     def synchronize(self, updates: bool = False) -> None:
         """Do nothing: gradients stay as each rank computed them."""
-
-    def synchronize_for_scaler(self) -> None:
-        """Do nothing: each rank unscales its own gradients."""
 
     @_disable_dynamo
     def step(self, plain_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
