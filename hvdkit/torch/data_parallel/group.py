@@ -116,7 +116,7 @@ def open_session(process_group: Any, timeout: timedelta | None) -> Session:
     transport: Transport = SoloTransport() if size == 1 else GroupTransport(process_group, timeout)
     seconds = timeout.total_seconds()
     settings = Settings(timeout_seconds=seconds, stall_shutdown_seconds=seconds, node_memory=False, verify=0)
-    return Session(transport, World(LAUNCHER, rank, size, 0, 1, rank, size), settings)
+    return Session(transport, World(LAUNCHER, rank, size, 0, 1), settings)
 
 
 class Worker:
