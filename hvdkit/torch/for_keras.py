@@ -194,7 +194,7 @@ class TorchGradients(backends.OptimizerGradients):
         # DistributedStep adds up several passes before.
         own = self._settings.as_kind(OptimizerSettings, groups=groups, names=named, backward_passes_per_step=1)
         synchronizer = _KerasSynchronizer(self._parameters, own)  # type: ignore[arg-type]  # uses its param_groups only
-        synchronizer.verification = OptimizerVerification(own.process_set, BROADCAST)
+        synchronizer.verification = OptimizerVerification(BROADCAST)
         return synchronizer
 
 
