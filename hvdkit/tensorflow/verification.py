@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit import kernels
 from hvdkit.api.gradients.guard import framework_variable
-from hvdkit.api.gradients.verification import ALL, DENSE, NOTHING, Statement, Verification, sketch
+from hvdkit.api.gradients.verification import ALL, CHUNK, DENSE, NOTHING, Statement, Verification, sketch
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
 from hvdkit.tensorflow.ops.bridge import as_written
@@ -87,7 +87,7 @@ class VariableVerification(Verification):
 
 def _sketch_of(flat: Array) -> Array:
     real = flat.view(flat.real.dtype)
-    return sketch(real.size, lambda begin, end: real[begin:end])
+    return sketch(real[begin : begin + CHUNK] for begin in range(0, real.size, CHUNK))
 
 
 @as_written

@@ -155,7 +155,7 @@ def test_what_rounding_does_not_explain_is_an_error_whatever_ranks_compute_on():
 
 
 def sketch_of(values: Any) -> Any:
-    return sketch(len(values), lambda begin, end: values[begin:end])
+    return sketch(values[begin : begin + CHUNK] for begin in range(0, len(values), CHUNK))
 
 
 def test_the_distance_of_sketches_is_that_of_tensors():

@@ -7,7 +7,7 @@ sketch of every parameter besides, and if hashes differ they measure their dista
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import shake_128
 from operator import itemgetter
@@ -29,8 +29,8 @@ MOST_NAMES = 8  # parameters that a message lists
 ROUNDING = 1e-3
 # Smaller norms count as this, so that a subnormal number which one rank flushes to zero is no difference.
 SMALLEST_NORM = 1e-30
-# Numbers of a sketch, and elements that are read for it at a time.
-SKETCH, CHUNK = 64, 1 << 16
+SKETCH = 64  # numbers of a sketch
+CHUNK = 1 << 20  # elements that are read at a time
 
 DIFFER = "The parameters of '{title}' are not the same on all ranks after step {step}: {names}. {groups}."
 NEVER_BROADCAST = (
@@ -69,19 +69,18 @@ class Statement:
     sketches: Sequence[Array] | None  # one for each parameter if they are wanted
 
 
-def sketch(elements: int, read: Callable[[int, int], Array]) -> Array:
+def sketch(chunks: Iterable[Array]) -> Array:
     """Return SKETCH float64 numbers of a tensor; the distance of two sketches is that of the tensors.
 
     Each element is added, with a sign that follows from its offset, to the number of its offset modulo SKETCH (M.
     Charikar et al., "Finding frequent items in data streams", 2002). The Euclidean distance of tensors of more than
     SKETCH elements is met to about 9 %, of others exactly. Infinities and NaN count as very large numbers.
-    ``read(begin, end)`` returns these elements as a flat array of real numbers.
+    ``chunks``: its elements as flat arrays of CHUNK real numbers; the last array may be shorter.
     """
     total = np.zeros(SKETCH)
-    for number, begin in enumerate(range(0, elements, CHUNK)):
-        values = read(begin, min(begin + CHUNK, elements)).astype(np.float64)
-        values = np.nan_to_num(values, nan=3e100, posinf=1e100, neginf=-1e100)
-        bits = np.frombuffer(shake_128(b"%d" % number).digest(CHUNK // 8), dtype=np.uint8)
+    for number, chunk in enumerate(chunks):
+        values = np.nan_to_num(chunk.astype(np.float64), nan=3e100, posinf=1e100, neginf=-1e100)
+        bits = np.frombuffer(shake_128(b"%d" % number).digest(len(values) // 8 + 1), dtype=np.uint8)
         signed = np.where(np.unpackbits(bits, count=len(values)), values, -values)
         total += np.bincount(np.arange(len(values)) % SKETCH, weights=signed, minlength=SKETCH)
     return total

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from hvdkit import kernels
-from hvdkit.api.gradients.verification import ALL, NOTHING, Statement, Verification, sketch
+from hvdkit.api.gradients.verification import ALL, CHUNK, NOTHING, Statement, Verification, sketch
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
 from hvdkit.engine.telemetry.verifying import is_due
@@ -19,8 +19,6 @@ from hvdkit.torch.gradients.names import parameters_of
 
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.broadcast_optimizer_state(optimizer, 0)"
 
-# Elements of a device's tensor that are hashed at a time; each takes 16 bytes of temporary memory.
-CHUNK = 1 << 20
 # By the bytes of an element, the integers that its bits are read as.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as an int64
@@ -49,7 +47,8 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return 64 bits for a tensor's values, of dimension 0, on its device. The host does not wait.
 
     The hash is the sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its
-    offset, so that a change of one element is always seen; chunks are folded by Horner's rule.
+    offset, so that a change of one element is always seen; chunks are folded by Horner's rule. It takes 16 bytes of
+    temporary memory for each element of a chunk.
     """
     flat = _flat(tensor)
     words = flat.view(_WORDS[flat.element_size()])
@@ -71,8 +70,7 @@ def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
 
 
 def _sketch_of(tensor: torch.Tensor) -> Array:
-    flat = _flat(tensor)
-    return sketch(flat.numel(), lambda begin, end: flat[begin:end].to("cpu", torch.float64).numpy())
+    return sketch(chunk.to("cpu", torch.float64).numpy() for chunk in torch.split(_flat(tensor), CHUNK))
 
 
 def _machine_of(tensors: Sequence[torch.Tensor]) -> str:
