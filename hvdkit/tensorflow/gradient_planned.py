@@ -211,6 +211,7 @@ class VariablePlan:
             arrays = [self._results[index] for index in range(len(self.slots))]
             self._engine.named.allreduce(arrays, self.reduction, Call(self._title, self.process_set_id)).wait()
         else:
+            self.verification.state_hashes()
             with self._closing_failed_lane():
                 self._lane.finish()
             self.verification.finished()

@@ -11,18 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import kernels
-from hvdkit.api.gradients.verification import Verification
+from hvdkit.api.gradients.guard import framework_variable
+from hvdkit.api.gradients.verification import ALL, CHUNK, DENSE, NOTHING, Statement, Verification, sketch
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import Statement, sketch
 from hvdkit.tensorflow.ops.bridge import as_written
 from hvdkit.tensorflow.ops.exceptions import in_graph
 from hvdkit.tensorflow.ops.framework import as_array
 
 BROADCAST = "hvd.broadcast_variables(model.variables, root_rank=0), or BroadcastGlobalVariablesCallback(0) in fit()"
-
-# The variables that are hashed in a step: none, those with dense gradients, all.
-NOTHING, DENSE, ALL = range(3)
 
 
 class Verified(NamedTuple):
@@ -45,8 +42,7 @@ def verified(names: Sequence[str], sources: Sequence[Any], sparse: Sequence[bool
     """Return the sources that are variables with one value in this process, of TensorFlow or of Keras."""
     variables = []
     for name, source, is_sparse in zip(names, sources, sparse, strict=True):
-        under = getattr(source, "_value", None)  # of Keras 3
-        variable = source if under is None or callable(under) else under
+        variable = framework_variable(source)
         if isinstance(variable, tf.Variable) and hasattr(variable, "handle"):
             variables.append(Verified(name, variable.handle, variable.dtype, ALL if is_sparse else DENSE))
     return variables
@@ -62,42 +58,36 @@ class VariableVerification(Verification):
     def begin(self) -> int:
         """Begin a step. Returns the level of the variables that are to be hashed in it."""
         self._hashed.clear()
-        if not self.wants(self.step):
-            return NOTHING
-        return ALL if self.wants(self.step, sparse=True) else DENSE
+        return self.level()
 
     def hash(self, variable: Verified, value: Any) -> None:
         """Hash the value of a variable, an array or an eager tensor. The host has a copy of a single variable."""
-        flat = np.ascontiguousarray(as_array(value)).reshape(-1)
+        flat = as_array(value).reshape(-1)
         sketched = _sketch_of(flat) if self.wants_sketches else None
         self._hashed.append((variable, kernels.checksum(flat.view(np.uint8)), sketched))
 
     def state_hashes(self) -> None:
         """State the hashes of the variables that were hashed in this step."""
+        if not self._hashed:
+            return
         variables, hashes, sketches = zip(*self._hashed, strict=True)
         details = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
         gpus = sorted({str(each.get("device_name", "GPU")) for each in details})
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        on = machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus)
         self.state(
             Statement(
-                on,
+                machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus),
+                [variable.name for variable in variables],
+                [float(ml_dtypes.finfo(each.dtype.as_numpy_dtype).eps) for each in variables],  # type: ignore[no-untyped-call]
                 np.array(hashes, dtype=np.uint64),
-                np.array(sketches) if self.wants_sketches else None,
-                names=[variable.name for variable in variables],
-                precisions=[_precision(variable.dtype) for variable in variables],
+                sketches if self.wants_sketches else None,
             )
         )
 
 
 def _sketch_of(flat: Array) -> Array:
     real = flat.view(flat.real.dtype)
-    return sketch(real.size, lambda begin, end: real[begin:end])
-
-
-def _precision(dtype: Any) -> float:
-    is_inexact = dtype.is_floating or dtype.is_complex
-    return float(ml_dtypes.finfo(dtype.as_numpy_dtype).eps) if is_inexact else 0.0  # type: ignore[no-untyped-call]
+    return sketch(real[begin : begin + CHUNK] for begin in range(0, real.size, CHUNK))
 
 
 @as_written
@@ -106,12 +96,10 @@ def hash_variables(verification: VariableVerification, variables: Sequence[Verif
 
     TensorFlow orders the branches that read a variable and the operations that write it, as the program has them.
     """
-    by_level = [[variable for variable in variables if variable.level <= level] for level in range(3)]
+    by_level = [[variable for variable in variables if variable.level <= level] for level in (NOTHING, DENSE, ALL)]
     if tf.executing_eagerly():
         for variable in by_level[wanted]:
             verification.hash(variable, variable.read())
-        if by_level[wanted]:
-            verification.state_hashes()
         return []
 
     def branch(chosen: Sequence[Verified]) -> Any:
@@ -120,9 +108,6 @@ def hash_variables(verification: VariableVerification, variables: Sequence[Verif
             hash_it = in_graph(partial(verification.hash, variable))
             with tf.control_dependencies([last]):
                 last = tf.numpy_function(hash_it, [variable.read()], tf.int64, name="hvdkit_hash")
-        if chosen:
-            with tf.control_dependencies([last]):
-                last = tf.numpy_function(in_graph(verification.state_hashes), [], tf.int64, name="hvdkit_state")
         return last
 
     return [tf.switch_case(tf.cast(wanted, tf.int32), [as_written(partial(branch, chosen)) for chosen in by_level])]

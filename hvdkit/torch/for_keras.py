@@ -180,7 +180,7 @@ class TorchGradients(backends.OptimizerGradients):
         # DistributedStep adds up several passes before.
         own = replace(self._settings, groups=groups, names=named, backward_passes_per_step=1)
         synchronizer = _KerasSynchronizer(self, own)  # type: ignore[arg-type]  # uses its param_groups only
-        synchronizer.verification = OptimizerVerification(own.process_set, BROADCAST)
+        synchronizer.verification = OptimizerVerification(BROADCAST)
         return synchronizer
 
 

@@ -2,48 +2,96 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdkit.api.gradients.verification import compare
+from hvdkit.api.gradients import verification
+from hvdkit.api.gradients.verification import CHUNK, SKETCH, Statement, Verification, sketch
 from hvdkit.api.machine import machine, processor, processor_of
-from hvdkit.engine.telemetry.verifying import (
-    CHUNK,
-    SKETCH,
-    Comparison,
-    Conversation,
-    LaneVerification,
-    Statement,
-    converse,
-    is_due,
-    sketch,
-)
+from hvdkit.engine.telemetry.verifying import LaneVerification, is_due
+from hvdkit.errors import ParametersDifferError
 
 NAMES = ["conv.weight", "conv.bias", "out.weight"]
+PRECISIONS = (1e-7, 1e-7, 8e-3)
+
+
+class Meeting:
+    """Ranks that are threads, and what they tell each other: only JSON."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.exchanges: list[str] = []
+        self.warnings: dict[int, str] = {}
+        self._details: dict[str, dict[int, Any]] = {}
+        self._ranks, self._here = sorted(ranks), threading.Barrier(len(ranks))
+        self._rank = threading.local()
+
+    def gather(self, detail: Any, call: Any) -> tuple[bool, list[Any]]:
+        told = self._details.setdefault(call.name, {})
+        told[self._rank.number] = json.loads(json.dumps(detail))
+        if self._here.wait(10) == 0:
+            self.exchanges.append(call.name)
+        return True, [told[rank] for rank in self._ranks]
+
+    def run(self, rank: int, step: int, of_rank: Verification, statement: Statement) -> str | None:
+        """Return the error of a rank."""
+        self._rank.number = rank
+        engine = SimpleNamespace(topology=SimpleNamespace(rank=rank), named=SimpleNamespace(gather_details=self.gather))
+        if of_rank._compared_in is not None:
+            of_rank._compared_in = engine
+        try:
+            of_rank.compare(engine, "SGD.0", 0, step, statement)
+        except ParametersDifferError as error:
+            return str(error)
+        return None
+
+    def warn(self, text: str, stacklevel: int) -> None:
+        self.warnings[self._rank.number] = text
+
+
+def compared(
+    statements: dict[int, Statement], firsts: Sequence[bool] = (), step: int = 7
+) -> tuple[dict[int, str | None], dict[int, str], list[str]]:
+    """Return the errors and warnings of ranks that compare their parameters, and in which exchanges they do so."""
+    meeting = Meeting(list(statements))
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(statements)) as threads:
+        patch.setattr(verification.warnings, "warn", meeting.warn)
+        running = {}
+        for index, (rank, statement) in enumerate(statements.items()):
+            of_rank = Verification("hvd.broadcast()")
+            of_rank._compared_in = None if index < len(firsts) and firsts[index] else "an engine"
+            running[rank] = threads.submit(meeting.run, rank, step, of_rank, statement)
+        errors = {rank: each.result() for rank, each in running.items()}
+    return errors, meeting.warnings, meeting.exchanges
 
 
 def told(
     *values: list[int],
     machines: str = "aaaaaaaa",
-    names: Any = NAMES,
     step: int = 7,
     first: bool = False,
-    distances: Any = None,
+    tensors: Any = None,
 ) -> tuple[str | None, bool]:
-    ranks = range(len(values))
-    comparison = Comparison(
-        is_first=first,
-        machines={rank: machines[rank] for rank in ranks},
-        hashes={rank: np.array(values[rank], dtype=np.uint64) for rank in ranks},
-        distances={} if distances is None else {rank: np.array(distances[rank]) for rank in ranks},
-    )
-    hashes = np.array(values[0], dtype=np.uint64)
-    statement = Statement(machines[0], hashes, names=names, precisions=(1e-7, 1e-7, 8e-3))
-    return compare("SGD.0", step, statement, comparison, "hvd.broadcast()")
+    """Return what ranks with parameters of these hashes, and values, are told, and True if it is an error."""
+    statements = {}
+    for rank, hashes in enumerate(values):
+        sketches = None if tensors is None else [sketch_of(np.array(each)) for each in tensors[rank]]
+        array = np.array(hashes, dtype=np.uint64)
+        statements[rank] = Statement(machines[rank], NAMES[: len(hashes)], PRECISIONS[: len(hashes)], array, sketches)
+    errors, warned, _ = compared(statements, [first] * len(values), step)
+    if errors[0] is not None:
+        assert set(errors.values()) == {errors[0]}, "all ranks are told the same"
+        assert not warned
+        return errors[0], True
+    assert set(errors.values()) == {None}
+    assert set(warned) in (set(), set(statements) if first else {0})
+    return warned.get(0), False
 
 
 def test_the_same_everywhere_is_nothing():
@@ -84,24 +132,30 @@ def test_ranks_that_do_not_compute_alike_are_warned_about_unless_some_that_do_di
     assert "rank 0 has 3 of them; rank 1 has 2 of them" in text
 
 
+def near(*distances: float) -> list[list[float]]:
+    """Return parameters at these distances from vectors of norm 1."""
+    return [[1.0, distance] for distance in distances]
+
+
 def test_what_rounding_does_not_explain_is_an_error_whatever_ranks_compute_on():
     values = [1, 2, 3], [4, 5, 6], [4, 5, 6]
-    text, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [9e-4, 1e-7, 7e-3], [0, 0, 0]])
+    origin = near(0, 0, 0)
+    text, is_error = told(*values, machines="abc", tensors=[origin, near(9e-4, 1e-7, 7e-3), origin])
     assert not is_error
     assert "do not compute alike" in text
     for distances in ([0, 1.1e-3, 0], [0, 1.1e-3, 7e-3], [1.05e-3, 1.1e-3, 0]):
-        text, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [1e-5, 0, 0], distances])
+        text, is_error = told(*values, machines="abc", tensors=[origin, near(1e-5, 0, 0), near(*distances)])
         assert is_error
         assert "the values of rank 2 differ from those of rank 0 by 0.0011 of the norm of 'conv.bias'" in text
-    text, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [0, 0, 9e-3], [0, 1e-3, 0]])
+    text, is_error = told(*values, machines="abc", tensors=[origin, near(0, 0, 9e-3), near(0, 1e-3, 0)])
     assert is_error
     assert "by 0.009 of the norm of 'out.weight', more than 0.008" in text
-    _, is_error = told(*values, machines="abc", distances=[[0, 0, 0], [0, np.inf, 0], [0, 0, 0]])
+    _, is_error = told(*values, machines="abc", tensors=[origin, near(0, np.inf, 0), origin])
     assert is_error
 
 
 def sketch_of(values: Any) -> Any:
-    return sketch(len(values), lambda begin, end: values[begin:end])
+    return sketch(values[begin : begin + CHUNK] for begin in range(0, len(values), CHUNK))
 
 
 def test_the_distance_of_sketches_is_that_of_tensors():
@@ -125,68 +179,51 @@ def test_the_distance_of_sketches_is_that_of_tensors():
     assert apart.tolist()[3:] == [0.0] * (SKETCH - 3)
 
 
-def conversation_of(*statements: Statement | None) -> tuple[list[Comparison], int]:
-    """Return what each rank learns, and in how many exchanges. A rank without a statement has joined."""
-    members = range(len(statements))
-    conversations: list[Conversation] = [converse(rank, members, each) for rank, each in enumerate(statements) if each]
-    sent = [next(conversation) for conversation in conversations]
-    for exchange in range(1, 9):
-        (lengths,) = {tuple(lengths) for _, lengths in sent}
-        words = [np.zeros(length, dtype=np.uint64) for length in lengths]
-        for rank, (own, _) in zip([rank for rank, each in enumerate(statements) if each], sent, strict=True):
-            assert len(own) == lengths[rank]
-            words[rank] = own
-        sent, comparisons = [], []
-        for conversation in conversations:
-            try:
-                sent.append(conversation.send(words))
-            except StopIteration as end:
-                comparisons.append(end.value)
-        if comparisons:
-            assert not sent
-            return comparisons, exchange
-    raise AssertionError("the ranks never end")
-
-
-def comparison_of(*statements: Statement | None) -> Comparison:
-    return conversation_of(*statements)[0][0]
-
-
-def test_it_is_the_first_comparison_for_all_where_it_is_for_one():
-    seen, new = statement(1, 2), replace(statement(1, 3), is_first=True)
-    assert all(comparison.is_first for comparison in conversation_of(seen, new)[0])
-    assert not any(comparison.is_first for comparison in conversation_of(seen, None, seen)[0])
+def statement(*hashes: int, machine: str = "a", sketches: Any = None) -> Statement:
+    names = [f"p{index}" for index in range(len(hashes))]
+    return Statement(machine, names, [0.0] * len(hashes), np.array(hashes, dtype=np.uint64), sketches)
 
 
 def sketched(*values: list[float], machine: str = "a") -> Statement:
-    hashes = np.array([hash(tuple(one)) % 1000 for one in values], dtype=np.uint64)
-    return Statement(machine, hashes, sketches=np.array([sketch_of(np.array(one)) for one in values]))
+    hashes = [hash(tuple(one)) % 1000 for one in values]
+    return statement(*hashes, machine=machine, sketches=[sketch_of(np.array(one)) for one in values])
+
+
+def test_it_is_the_first_comparison_for_all_where_it_is_for_one():
+    errors, warned, _ = compared({0: statement(1, 2), 1: statement(1, 3)}, [False, True])
+    assert set(errors.values()) == {None}
+    assert set(warned) == {0, 1}
 
 
 def test_ranks_say_as_much_as_they_must():
     same = sketched([1.0, 2.0], [3.0])
-    assert conversation_of(same, None, same)[1] == 1
-    assert conversation_of(statement(1, 2), statement(1, 3))[1] == 2
-    comparisons, exchanges = conversation_of(
-        None, same, sketched([1.0, 2.0], [3.3], machine="b"), None, sketched([0.0])
-    )
-    assert exchanges == 3
-    for comparison in comparisons:
-        assert list(comparison.machines) == list(comparison.hashes) == [1, 2, 4]
-        assert np.allclose(comparison.distances[1], [0, 0])
-        assert np.allclose(comparison.distances[2], [0, 0.1])
-        assert comparison.distances[4].tolist() == [np.inf]
-        assert comparison.machines == {1: "a", 2: "b", 4: "a"}
-        assert len(comparison.hashes[4]) == 1
-    comparisons, exchanges = conversation_of(same, statement(1, 2))  # which had joined when hashes differed first
-    assert exchanges == 2
-    assert comparisons[0].distances == {}
-    assert comparisons[1].hashes[1].tolist() == [1, 2]
+    assert len(compared({0: same, 2: same})[2]) == 1
+    assert len(compared({0: same, 2: sketched([1.0, 2.0], [3.0], machine="b")})[2]) == 1
+    assert len(compared({0: statement(1, 2), 1: statement(1, 3)})[2]) == 2
+    errors, _, exchanges = compared({1: same, 2: sketched([1.0, 2.0], [3.3], machine="b"), 4: same})
+    assert len(exchanges) == 4
+    assert all("rank 2 differ from those of rank 1 by 0.1 of the norm of 'p1'" in str(text) for text in errors.values())
+    errors, warned, exchanges = compared({0: same, 3: statement(1, 2, machine="b")})  # had joined when it met others
+    assert len(exchanges) == 2
+    assert set(errors.values()) == {None}
+    assert set(warned) == {0}
+
+
+def test_sketches_are_wanted_once_ranks_have_met_that_do_not_compute_alike():
+    for machines, wants in (("aa", False), ("ab", True)):
+        ranks = [Verification("hvd.broadcast()") for _ in machines]
+        meeting = Meeting([0, 1])
+        with ThreadPoolExecutor(2) as threads:
+            for rank, name in enumerate(machines):
+                threads.submit(meeting.run, rank, 1, ranks[rank], statement(1, machine=name))
+        assert [each.wants_sketches for each in ranks] == [wants, wants]
 
 
 def test_a_subnormal_number_that_one_rank_flushes_is_no_difference():
-    assert comparison_of(sketched([0.0]), sketched([1e-40])).distances[1][0] < 1e-6
-    assert comparison_of(sketched([0.0]), sketched([1e-9])).distances[1][0] > 1
+    _, warned, _ = compared({0: sketched([0.0]), 1: sketched([1e-40], machine="b")})
+    assert "do not compute alike" in warned[0]
+    errors, _, _ = compared({0: sketched([0.0]), 1: sketched([1e-9], machine="b")})
+    assert "rounding does not explain this" in str(errors[0])
 
 
 def test_steps_that_are_looked_at():
@@ -195,21 +232,6 @@ def test_steps_that_are_looked_at():
     assert not any(is_due(step, 0) for step in range(2000))
     assert [step for step in range(2100) if is_due(step, 10, sparse=True)] == [1, 10, 100, 1000, 2000]
     assert not any(is_due(step, 0, sparse=True) for step in range(2000))
-
-
-def statement(*hashes: int, machine: str = "a") -> Statement:
-    return Statement(machine, np.array(hashes, dtype=np.uint64))
-
-
-def test_only_ranks_that_take_part_are_compared():
-    assert comparison_of(statement(1, 2), statement(1, 2)).hashes == {}
-    assert comparison_of(statement(1, 2), statement(1, 3)).hashes
-    assert comparison_of(statement(1, 2), statement(1, 2, machine="b")).hashes  # which compare() looks at
-    assert comparison_of(statement(1, 2), None).hashes == {}
-    joined = comparison_of(statement(1, 2), None, statement(1, 3))
-    assert list(joined.hashes) == list(joined.machines) == [0, 2]
-    assert joined.hashes[2].tolist() == [1, 3]
-    assert joined.machines[2] == "a"
 
 
 def test_processors_differ_by_what_they_can():
@@ -225,13 +247,14 @@ def test_processors_differ_by_what_they_can():
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7, 50, 100, 1000])
-def test_the_next_step_with_an_exchange_is_the_first_that_is_due_or_follows_one(every):
+def test_ranks_exchange_words_in_steps_that_are_due_or_follow_one(every):
     verification = LaneVerification(SimpleNamespace(size=2), every)
-    due = [step for step in range(1, 2200) if is_due(step - 1, every) or is_due(step, every)]
-    for step in range(1, 1100):
-        assert verification.next_due(step) == next(at for at in due if at >= step)
+    for steps in range(1100):
+        assert verification.begin_step(steps) == (is_due(steps, every) or is_due(steps + 1, every))
+        assert verification.is_due == is_due(steps, every)
 
 
-def test_a_comparison_that_never_comes_takes_no_time_to_find():
-    assert LaneVerification(SimpleNamespace(size=2), 10**12).next_due(102) == 10**12
-    assert LaneVerification(SimpleNamespace(size=2), 0).next_due(1) == 0
+def test_a_rank_alone_and_ranks_that_never_compare_exchange_no_words():
+    for size, every in ((1, 1), (2, 0)):
+        verification = LaneVerification(SimpleNamespace(size=size), every)
+        assert not any(verification.begin_step(steps) for steps in range(200))

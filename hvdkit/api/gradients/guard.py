@@ -71,15 +71,15 @@ WATCH = GradientWatch()
 def mark(values: Iterable[Any]) -> None:
     """Remember that the user's program has reduced these tensors, or the gradients of these variables."""
     for value in values:
-        value._hvdkit_reduced = _under(value)._hvdkit_reduced = True
+        value._hvdkit_reduced = framework_variable(value)._hvdkit_reduced = True
 
 
 def is_marked(value: Any) -> bool:
     """True if the user's program has reduced this very tensor, or the gradients of this variable."""
-    return any(getattr(each, "_hvdkit_reduced", False) is True for each in (value, _under(value)))
+    return any(getattr(each, "_hvdkit_reduced", False) is True for each in (value, framework_variable(value)))
 
 
-def _under(value: Any) -> Any:
+def framework_variable(value: Any) -> Any:
     """Return the framework's variable under a variable of Keras, else the tensor or variable itself."""
     under = getattr(value, "_value", None)
     return value if under is None or callable(under) else under

@@ -1,21 +1,36 @@
-"""Verification of parameters: after some steps ranks compare hashes of what they train, and raise if they differ."""
+"""Verification of parameters: after some steps ranks compare hashes of what they train, and raise if they differ.
+
+A hash does not tell rounding from an unrelated model. So once ranks have met that do not compute alike, each makes a
+sketch of every parameter besides, and if hashes differ they measure their distance from the first rank by its sketches.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import shake_128
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from hvdkit import kernels
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import Comparison, Statement, Word, compare_by_name, is_due
+from hvdkit.engine.ops.requests import Call
+from hvdkit.engine.telemetry.verifying import Word, is_due
 from hvdkit.errors import ParametersDifferError
+
+# The parameters that are hashed after a step: none, those with dense gradients, all.
+NOTHING, DENSE, ALL = range(3)
 
 MOST_NAMES = 8  # parameters that a message lists
 # Ranks that do not compute alike may differ by this part of a parameter's norm, or by its type's precision.
 ROUNDING = 1e-3
+# Smaller norms count as this, so that a subnormal number which one rank flushes to zero is no difference.
+SMALLEST_NORM = 1e-30
+SKETCH = 64  # numbers of a sketch
+CHUNK = 1 << 20  # elements that are read at a time
 
 DIFFER = "The parameters of '{title}' are not the same on all ranks after step {step}: {names}. {groups}."
 NEVER_BROADCAST = (
@@ -35,79 +50,101 @@ OTHER_MACHINES = (
     "differently: this is told once, and is an error when parameters differ by more than rounding explains."
 )
 BEYOND_ROUNDING = (
-    "The ranks do not compute alike ({machines}), but rounding does not explain this: the values of {ranks} differ "
-    "from those of {first} by {distance:.2g} of the norm of '{name}', more than {limit:.2g}."
+    "The ranks do not compute alike ({machines}), but rounding does not explain this: the values of rank {rank} "
+    "differ from those of rank {first} by {distance:.2g} of the norm of '{name}', more than {limit:.2g}."
 )
 
+# Exchanges details of the ranks, any JSON, under a name; returns those of all ranks.
+Gather = Callable[[str, Any], list[Any]]
 
-def compare(
-    title: str, step: int, statement: Statement, comparison: Comparison, broadcast: str
-) -> tuple[str | None, bool]:
-    """Return a message about the parameters after a step, None if they are the same, and True if it is an error.
 
-    Ranks on machines that round alike must hold the same. Other ranks may differ by rounding, relative to each
-    parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.
-    ``statement`` is this rank's, ``broadcast`` tells a user how to bring the ranks to the same values.
+@dataclass(frozen=True)
+class Statement:
+    """A rank's description of its parameters after an update."""
+
+    machine: str  # what decides how this rank's kernels round
+    names: Sequence[str]
+    precisions: Sequence[float]  # eps of the parameters' types, 0 for integers
+    hashes: Array  # uint64, one for each parameter
+    sketches: Sequence[Array] | None  # one for each parameter if they are wanted
+
+
+def sketch(chunks: Iterable[Array]) -> Array:
+    """Return SKETCH float64 numbers of a tensor; the distance of two sketches is that of the tensors.
+
+    Each element is added, with a sign that follows from its offset, to the number of its offset modulo SKETCH (M.
+    Charikar et al., "Finding frequent items in data streams", 2002). The Euclidean distance of tensors of more than
+    SKETCH elements is met to about 9 %, of others exactly. Infinities and NaN count as very large numbers.
+    ``chunks``: its elements as flat arrays of CHUNK real numbers; the last array may be shorter.
     """
-    hashes, machines = comparison.hashes, comparison.machines
-    groups = _ranks_by({rank: each.tobytes() for rank, each in hashes.items()})
-    if len(groups) < 2:
-        return None, False
-    by_machine = _ranks_by(machines)
-    names, counts = _differing(statement.names, hashes), set(map(len, hashes.values()))
-    text = DIFFER.format(title=title, step=step, names=names, groups=_grouped(list(groups.values())))
-    on_machines = {(machines[rank], each.tobytes()) for rank, each in hashes.items()}
-    is_error = len(counts) > 1 or len(on_machines) > len(by_machine)
-    if not is_error:
-        listed = "; ".join(f"{_listed(ranks)}: {machine}" for machine, ranks in by_machine.items())
-        beyond = _beyond_rounding(statement, comparison.distances, listed)
-        is_error = beyond is not None
-        text = f"{text} {beyond or OTHER_MACHINES.format(machines=listed)}"
-    hint = (NEVER_BROADCAST if comparison.is_first else LATER) + CAUSES
-    return f"{text}\n{hint.format(broadcast=broadcast)}", is_error and not comparison.is_first
+    total = np.zeros(SKETCH)
+    for number, chunk in enumerate(chunks):
+        values = np.nan_to_num(chunk.astype(np.float64), nan=3e100, posinf=1e100, neginf=-1e100)
+        bits = np.frombuffer(shake_128(b"%d" % number).digest(len(values) // 8 + 1), dtype=np.uint8)
+        signed = np.where(np.unpackbits(bits, count=len(values)), values, -values)
+        total += np.bincount(np.arange(len(values)) % SKETCH, weights=signed, minlength=SKETCH)
+    return total
 
 
-def _ranks_by(values: dict[int, Any]) -> dict[Any, list[int]]:
-    groups: dict[Any, list[int]] = {}
-    for rank in sorted(values):
-        groups.setdefault(values[rank], []).append(rank)
-    return groups
+def may_be_rounding(machines: dict[int, str], hashes: dict[int, Sequence[int]]) -> bool:
+    """True if all ranks hold equally many parameters, and those that compute alike hold the same."""
+    different = {(machines[rank], tuple(values)) for rank, values in hashes.items()}
+    return len(set(map(len, hashes.values()))) == 1 and len(different) == len(set(machines.values()))
 
 
-def _beyond_rounding(statement: Statement, distances: dict[int, Array], machines: str) -> str | None:
-    """Return a text about the parameter that is farthest apart, if that is more than its limit."""
-    limits = np.maximum(statement.precisions, ROUNDING)
-    parts = {rank: each / limits for rank, each in distances.items()}
-    part, rank, index = max(((float(p.max()), rank, int(p.argmax())) for rank, p in parts.items()), default=(0.0, 0, 0))
-    if part <= 1:
-        return None
-    limit, name = limits[index], statement.names[index]
-    ranks, first = _listed([rank]), _listed([min(parts)])
-    return BEYOND_ROUNDING.format(
-        machines=machines, ranks=ranks, first=first, distance=part * limit, name=name, limit=limit
-    )
-
-
-def _differing(names: Sequence[str], hashes: dict[int, Array]) -> str:
+def describe(title: str, step: int, names: Sequence[str], hashes: dict[int, Sequence[int]]) -> str:
+    """Return a message about parameters that differ: which of them, and of which ranks."""
     if len(set(map(len, hashes.values()))) > 1:
-        return "; ".join(f"rank {rank} has {len(each)} of them" for rank, each in sorted(hashes.items()))
-    table = np.stack(list(hashes.values()))
-    differing = [f"'{names[index]}'" for index in np.nonzero((table != table[0]).any(axis=0))[0].tolist()]
-    more = len(differing) - MOST_NAMES
-    return ", ".join(differing[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "") + f" (of {len(names)}) differ"
+        differing = "; ".join(f"rank {rank} has {len(values)} of them" for rank, values in hashes.items())
+    else:
+        columns = zip(names, *hashes.values(), strict=True)
+        changed = [f"'{name}'" for name, *values in columns if len(set(values)) > 1]
+        more = f" and {len(changed) - MOST_NAMES} more" if len(changed) > MOST_NAMES else ""
+        differing = f"{', '.join(changed[:MOST_NAMES])}{more} (of {len(names)}) differ"
+    groups = _ranks_by({rank: tuple(values) for rank, values in hashes.items()}).values()
+    largest, *others = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
+    if len(largest) == 1 and len(others) > 1:
+        text = f"Each of {_listed(list(hashes))} has other values"
+    else:
+        text = f"The values of {' and of '.join(map(_listed, others))} differ from those of {_listed(largest)}"
+    return DIFFER.format(title=title, step=step, names=differing, groups=text)
+
+
+def explain(
+    statement: Statement, rank: int, machines: dict[int, str], is_measured: bool, gather: Gather
+) -> tuple[str, bool]:
+    """Return a text about ranks that do not compute alike, and True if they differ by more than rounding explains.
+
+    If all ranks have sketches (``is_measured``), each tells by which of its parameters it is farthest from the first.
+    """
+    listed = "; ".join(f"{_listed(ranks)}: {machine}" for machine, ranks in _ranks_by(machines).items())
+    if is_measured:
+        assert statement.sketches is not None
+        first = min(machines)
+        reference = gather("sketches", np.array(statement.sketches).tolist() if rank == first else None)[0]
+        norms = np.maximum(np.linalg.norm(reference, axis=1), SMALLEST_NORM)
+        distances = np.linalg.norm(np.subtract(statement.sketches, reference), axis=1) / norms
+        limits = np.maximum(statement.precisions, ROUNDING)
+        index = int(np.argmax(distances / limits))
+        name, distance, limit = statement.names[index], float(distances[index]), float(limits[index])
+        text = BEYOND_ROUNDING.format(
+            machines=listed, rank=rank, first=first, distance=distance, name=name, limit=limit
+        )
+        part, text = max(gather("distances", [distance / limit, text]), key=itemgetter(0))
+        if part > 1:
+            return text, True
+    return OTHER_MACHINES.format(machines=listed), False
+
+
+def _ranks_by(values: Mapping[int, Hashable]) -> dict[Any, list[int]]:
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _grouped(groups: list[list[int]]) -> str:
-    """Return a text about which ranks differ from the largest group, if there is one."""
-    groups = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
-    if len(groups[0]) == 1 and len(groups) > 2:
-        return f"Each of {_listed(sorted(rank for ranks in groups for rank in ranks))} has other values"
-    others = " and of ".join(_listed(ranks) for ranks in groups[1:])
-    return f"The values of {others} differ from those of {_listed(groups[0])}"
 
 
 class Verification:
@@ -119,47 +156,43 @@ class Verification:
 
     def __init__(self, broadcast: str) -> None:
         self.updates = False  # True if the update follows the step that ends now, with no user code in between
-        self.wants_sketches = False  # since hashes or machines differed
+        self.wants_sketches = False  # since ranks have met that do not compute alike
         self._broadcast = broadcast
         self._lane: Any = None
         self._engine: Any = None
-        self._every = 0
         self._steps_before = 0  # on earlier lanes
-        self._warned = self._has_compared = False
-        self._statement: Statement | None = None  # the newest
-        self._stated_after = 0  # the lane's step after which the newest statement was made
+        self._compared_in: Any = None  # the engine; ranks of another one may be new
+        self._has_warned = False
+        self._statement: Statement | None = None  # the newest that awaits the end of the next step
+        self._stated_after = 0  # the lane's step after which it was made
         self._at_once = False  # all ranks compare after the update that follows
 
     def attach(self, lane: Any, engine: Any) -> None:
         """Go on with another lane of an engine, on which ranks have just agreed."""
-        if self._lane is not None and engine is self._engine:
-            self._steps_before += self._lane.steps
-        else:
-            self._steps_before, self._has_compared = 0, False  # other ranks may be new
-        self._lane, self._engine, self._every = lane, engine, lane.verification.every
+        goes_on = self._lane is not None and engine is self._engine
+        self._steps_before = self._steps_before + self._lane.steps if goes_on else 0
+        self._lane, self._engine = lane, engine
         lane.verification.ask = self._word
         self._stated_after, self._at_once = 0, False
 
     def _word(self) -> int:
-        has_hashed = self._stated_after > 0 and self._stated_after == self._lane.steps
+        has_hashed: bool = 0 < self._stated_after == self._lane.steps
         return Word.PRESENT | Word.UPDATES * self.updates | Word.HASHED * has_hashed
 
-    @property
-    def step(self) -> int:
-        """Steps that are over on the lane; 0 if there is none that can be used."""
+    def level(self) -> int:
+        """Return which parameters are to be hashed as they are after the lane's last step: NOTHING, DENSE or ALL."""
         lane = self._lane
-        return 0 if lane is None or lane.closed or lane.error is not None else int(lane.steps)
-
-    def wants(self, step: int, sparse: bool = False) -> bool:
-        """True if hashes of the parameters are wanted as they are after ``step``; see ``is_due``."""
-        return is_due(step, self._every, sparse)
+        if lane is None or not lane.verification.is_due or lane.closed or lane.error is not None:
+            return NOTHING
+        return ALL if is_due(lane.steps, lane.verification.every, sparse=True) else DENSE
 
     def state(self, statement: Statement) -> None:
         """Compare the parameters as they are after the lane's last step: now if all ranks update at once, or later."""
-        self._statement, self._stated_after = statement, self._lane.steps
         if self._at_once:
-            self._at_once, self._stated_after = False, 0
-            self._compare(self._lane.name, self._lane.plan.process_set_id, self._steps_before + self._lane.steps)
+            self._at_once = False
+            self._compare_after(self._lane.steps, statement)
+        else:
+            self._statement, self._stated_after = statement, self._lane.steps
 
     def finished(self) -> None:
         """Act on the end of a lane's step. Raises ParametersDifferError on all ranks if parameters differed."""
@@ -167,25 +200,51 @@ class Verification:
         if self._lane is None or not self._lane.verification.words:
             return
         words, self._lane.verification.words = self._lane.verification.words, []
-        taking_part, process_set_id = [word for word in words if word != Word.JOINED], self._lane.plan.process_set_id
+        taking_part = [word for word in words if word != Word.JOINED]
         # A rank that has joined takes part in named operations of all ranks only. A rank without hashes made no update.
-        can_compare = len(taking_part) == len(words) or process_set_id == 0
+        can_compare = len(taking_part) == len(words) or self._lane.plan.process_set_id == 0
         if can_compare and len(taking_part) > 1 and all(word & Word.HASHED for word in taking_part):
-            self._compare(self._lane.name, process_set_id, self._steps_before + self._lane.steps - 1)
-        self._at_once = all(word & Word.UPDATES for word in words) and self.wants(self.step)
+            assert self._statement is not None
+            self._compare_after(self._lane.steps - 1, self._statement)
+        self._at_once = all(word & Word.UPDATES for word in words) and self.level() != NOTHING
 
-    def _compare(self, title: str, process_set_id: int, step: int) -> None:
-        """Compare the newest statements of all ranks. Raises ParametersDifferError on all ranks, or warns."""
-        assert self._statement is not None
-        statement = replace(self._statement, is_first=not self._has_compared)
-        comparison = compare_by_name(self._engine.named, title, process_set_id, statement)
-        self._has_compared = True
-        self.wants_sketches = self.wants_sketches or bool(comparison.hashes)
-        text, is_error = compare(title, step, statement, comparison, self._broadcast)
-        if text is not None and is_error:
-            raise ParametersDifferError(text)
-        if text is None or (self._warned and not comparison.is_first):
+    def _compare_after(self, steps: int, statement: Statement) -> None:
+        lane = self._lane
+        self.compare(self._engine, lane.name, lane.plan.process_set_id, self._steps_before + steps, statement)
+
+    def compare(self, engine: Any, title: str, process_set_id: int, step: int, statement: Statement) -> None:
+        """Compare the parameters after a step, where all ranks are at the same line. Blocks.
+
+        Ranks on machines that round alike must hold the same. Other ranks may differ by rounding, relative to each
+        parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.
+        Otherwise raise ParametersDifferError on all ranks. Ranks that have joined take no part.
+        """
+
+        def gather(what: str, detail: Any) -> list[Any]:
+            call = Call(f"{title}.{what} of parameters", process_set_id, wake=False)
+            return engine.named.gather_details(detail, call)[1]  # type: ignore[no-any-return]
+
+        rank = engine.topology.rank
+        checksum = kernels.checksum(statement.hashes.view(np.uint8))
+        is_sketched = statement.sketches is not None
+        is_first = self._compared_in is not engine
+        rows = gather("checksums", [rank, statement.machine, checksum, is_sketched, is_first])
+        ranks, kinds, checksums, are_sketched, are_first = zip(*rows, strict=True)
+        machines = dict(zip(ranks, kinds, strict=True))
+        self._compared_in = engine
+        self.wants_sketches |= len(set(kinds)) > 1
+        if len(set(checksums)) == 1:
             return
-        self._warned = True
-        if comparison.is_first or self._engine.topology.rank == min(comparison.machines):
+        hashes = dict(zip(ranks, gather("hashes", statement.hashes.tolist()), strict=True))
+        text = describe(title, step, statement.names, hashes)
+        is_error = not may_be_rounding(machines, hashes)
+        if not is_error:
+            explanation, is_error = explain(statement, rank, machines, all(are_sketched), gather)
+            text = f"{text} {explanation}"
+        hint = (NEVER_BROADCAST if any(are_first) else LATER) + CAUSES
+        text = f"{text}\n{hint.format(broadcast=self._broadcast)}"
+        if is_error and not any(are_first):
+            raise ParametersDifferError(text)
+        if any(are_first) or (rank == ranks[0] and not self._has_warned):
             warnings.warn(text, stacklevel=2)
+        self._has_warned = True

@@ -67,8 +67,8 @@ class NamedOperations:
         """Number the global set's operations without a name from 0 again, of which ranks made different numbers."""
         self._counts = {counted: count for counted, count in self._counts.items() if counted[1] != 0}
 
-    def _count(self, kind: str, process_set_id: int) -> int:
-        """Return the next number for an operation without a name."""
+    def count(self, kind: str, process_set_id: int) -> int:
+        """Return the next number of its kind, from 0, as for operations without a name; see ``restart_counting``."""
         with self._lock:
             number = self._counts[kind, process_set_id] = self._counts.get((kind, process_set_id), -1) + 1
         return number
@@ -111,7 +111,7 @@ class NamedOperations:
                 "HINT: call it only where process_set.included() is true."
             )
         if name is None:
-            name = automatic_name(kind, self._count(kind, process_set_id) if call.number is None else call.number)
+            name = automatic_name(kind, self.count(kind, process_set_id) if call.number is None else call.number)
         key = Key(process_set_id, kind, name)
         handle = Handle(key, call.name, self._waiting)
         signature = {"kind": kind, "ps": process_set_id, **fields}
@@ -147,7 +147,7 @@ class NamedOperations:
         repetitions = self.groups.repetitions.get(call.process_set_id)
         if repetitions and len(arrays) == 1 and self._mailbox.error is None:
             if call.name is None:
-                call = call._replace(number=self._count("allreduce", call.process_set_id))
+                call = call._replace(number=self.count("allreduce", call.process_set_id))
             elif call.name in repetitions.under_way:
                 raise _duplicate_name("allreduce", "allreduce", call.name)
             # An operation in flight may have the same name, which is an error.
@@ -191,9 +191,12 @@ class NamedOperations:
         """Return a handle that is done when every rank of the process set has called this."""
         return self.submit("barrier", [], {}, Call(None, process_set_id, wake=False))
 
-    def gather_details(self, detail: Any, call: Call) -> tuple[bool, list[Any]]:
-        """Return whether no rank has joined, and the details of all other ranks, any JSON, in rank order. Blocks."""
-        is_complete, details = self.submit("details", [], {}, call, detail).wait()
+    def gather_details(self, detail: Any, call: Call, for_plan: bool = False) -> tuple[bool, list[Any]]:
+        """Return whether no rank has joined, and the details of all other ranks, any JSON, in rank order. Blocks.
+
+        ``for_plan``: if a rank has joined, a plan is put off until the end of the join.
+        """
+        is_complete, details = self.submit("details", [], {"for_plan": for_plan}, call, detail).wait()
         return bool(is_complete), details
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:

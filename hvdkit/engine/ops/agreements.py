@@ -72,7 +72,7 @@ def _planned(groups: Groups, signature: Signature, result: Any) -> None:
 
 def _gathered(groups: Groups, signature: Signature, result: tuple[bool, list[Any]]) -> None:
     """Note on each rank that an agreement was put off because a rank has joined."""
-    groups.plans_put_off |= not result[0]
+    groups.plans_put_off |= signature["for_plan"] and not result[0]
 
 
 BARRIER = Kind("barrier", carries_tensors=False, joined=lambda signature: [])

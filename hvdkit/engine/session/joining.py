@@ -30,7 +30,6 @@ class Joining:
         self.ranks: set[int] = set()  # that have joined
         self.followed: dict[int, Lane] = {}  # lanes on which this rank takes part with zeros
         self._handle: Handle | None = None
-        self.over = 0  # joins that have ended, the same number on all ranks
         self.last: int | None = None  # set between the end of a join and the end of its last zeros
 
     @property
@@ -99,5 +98,5 @@ class Joining:
     def end(self, last: int) -> None:
         """Note that all ranks have joined. The join ends here when the last operation with zeros is over."""
         self.ranks.clear()
-        self.over, self.last = self.over + 1, last
+        self.last = last
         self._named.restart_counting()

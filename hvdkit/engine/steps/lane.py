@@ -55,8 +55,7 @@ class Lane:
         self._titles: list[str] = []  # of pieces
         self._is_lossy: list[bool] = []  # by piece
         self.arrangement = self._arrange()
-        self._verifies_at = self.verification.next_due(1)  # the step, from 1, at whose end parameters are compared next
-        self.verifies: bool  # this step
+        self.verifies: bool  # True if the step ends with an exchange of words about parameters
         self.step: LaneStep
         self._new_step()
 
@@ -251,9 +250,7 @@ class Lane:
         return arrangement
 
     def _new_step(self) -> None:
-        self.verifies = self.steps + 1 == self._verifies_at
-        if self.verifies:
-            self._verifies_at = self.verification.next_due(self.steps + 2)
+        self.verifies = self.verification.begin_step(self.steps)
         self.step = LaneStep(self.arrangement, self._sizes.in_flight, int(self.steps == 0) + int(self.verifies))
 
     def _end_step(self) -> None:

@@ -46,7 +46,8 @@ def agree_on_kinds(
     dtypes = {id(parameter): gradient_dtype(parameter) for parameter in parameters}
     sparse_dims = dict.fromkeys(map(id, parameters), 1) if sparse_only else {}
     open_dtypes: dict[int, torch.dtype] = {}
-    is_complete, rows_by_rank = engine.named.gather_details(rows, Call(f"{title}.kinds", process_set_id, wake=False))
+    call = Call(f"{title}.kinds", process_set_id, wake=False)
+    is_complete, rows_by_rank = engine.named.gather_details(rows, call, for_plan=True)
     for rows_of_rank in rows_by_rank:
         for i, sparse_dim, name in rows_of_rank:
             if i >= len(parameters):

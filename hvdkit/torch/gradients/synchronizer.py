@@ -24,7 +24,7 @@ from hvdkit.torch.gradients.hooks import GradientHooks
 from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned
 from hvdkit.torch.gradients.names import default_names
 from hvdkit.torch.gradients.planned import PlannedGradients
-from hvdkit.torch.gradients.verification import OptimizerVerification
+from hvdkit.torch.gradients.verification import BROADCAST, OptimizerVerification
 from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched, changed_since, raise_if_changed
 
 INTERRUPTED = (
@@ -46,7 +46,7 @@ class GradientSynchronizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: GradientSettings) -> None:
         self.settings = settings
-        self.verification = OptimizerVerification(settings.process_set)
+        self.verification = OptimizerVerification(BROADCAST)
         self.should_synchronize = True  # False within skip_synchronize()
         self._is_synchronized = False
         self._optimizer = weakref.ref(optimizer)
@@ -258,7 +258,9 @@ class GradientSynchronizer:
         sparse_only = isinstance(self._optimizer(), torch.optim.SparseAdam)
         agreement = Agreement(self._engine, trainable, self.name_of, self.settings, sparse_only)
         lane = None if agreement.planned is None else agreement.planned.lane
-        self.verification.attach_to(self._engine, lane, agreement.kinds.sparse_dims)
+        self.verification.sparse = agreement.kinds.sparse_dims
+        if lane is not None:
+            self.verification.attach(lane, self._engine)
         self.codecs.enter(lane)
         return agreement
 

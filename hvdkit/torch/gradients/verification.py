@@ -11,16 +11,14 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
 from hvdkit import kernels
-from hvdkit.api.gradients.verification import Verification
+from hvdkit.api.gradients.verification import ALL, CHUNK, NOTHING, Statement, Verification, sketch
 from hvdkit.api.machine import machine
 from hvdkit.collectives.group import Array
-from hvdkit.engine.telemetry.verifying import Statement, sketch
+from hvdkit.engine.telemetry.verifying import is_due
 from hvdkit.torch.gradients.names import parameters_of
 
 BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0) and hvd.broadcast_optimizer_state(optimizer, 0)"
 
-# Elements of a device's tensor that are hashed at a time; each takes 16 bytes of temporary memory.
-CHUNK = 1 << 20
 # By the bytes of an element, the integers that its bits are read as.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as an int64
@@ -49,36 +47,30 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return 64 bits for a tensor's values, of dimension 0, on its device. The host does not wait.
 
     The hash is the sum modulo 2**64 of the elements' bits as integers, each times an odd number that depends on its
-    offset, so that a change of one element is always seen; chunks are folded by Horner's rule.
+    offset, so that a change of one element is always seen; chunks are folded by Horner's rule. It takes 16 bytes of
+    temporary memory for each element of a chunk.
     """
     flat = _flat(tensor)
     words = flat.view(_WORDS[flat.element_size()])
     offsets = torch.arange(min(CHUNK, words.numel()), dtype=torch.int64, device=tensor.device)
     weights = (offsets * _ODD) ^ (offsets << 21) | 1
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for begin in range(0, words.numel(), CHUNK):
-        part = words[begin : begin + CHUNK].to(torch.int64)
-        total = total * _BETWEEN_CHUNKS + (part * weights[: part.numel()]).sum()
+    for chunk in torch.split(words, CHUNK):
+        total = total * _BETWEEN_CHUNKS + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return total
 
 
 def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
-    """Return a hash of each tensor's values, uint64. One small copy of each device is waited for."""
-    hashes = np.zeros(len(tensors), dtype=np.uint64)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.is_cpu:
-            hashes[index] = kernels.checksum(_flat(tensor).view(torch.uint8).numpy())
-        else:
-            by_device.setdefault(tensor.device, []).append(index)
-    for indices in by_device.values():
-        hashes[indices] = torch.stack([device_hash(tensors[index]) for index in indices]).cpu().numpy().view(np.uint64)
-    return hashes
+    """Return a hash of each tensor's values, uint64. The host waits for a device once all of its tensors are hashed."""
+    hashes = [
+        kernels.checksum(_flat(tensor).view(torch.uint8).numpy()) if tensor.is_cpu else device_hash(tensor)
+        for tensor in tensors
+    ]
+    return np.array([int(each) % (1 << 64) for each in hashes], dtype=np.uint64)
 
 
 def _sketch_of(tensor: torch.Tensor) -> Array:
-    flat = _flat(tensor)
-    return sketch(flat.numel(), lambda begin, end: flat[begin:end].to("cpu", torch.float64).numpy())
+    return sketch(chunk.to("cpu", torch.float64).numpy() for chunk in torch.split(_flat(tensor), CHUNK))
 
 
 def _machine_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -91,23 +83,14 @@ def _machine_of(tensors: Sequence[torch.Tensor]) -> str:
 class OptimizerVerification(Verification):
     """The verification of an optimizer's parameters, which are hashed right after its update."""
 
-    def __init__(self, process_set: Any, broadcast: str = BROADCAST) -> None:
-        super().__init__(broadcast)
-        self._process_set = process_set
-        self._sparse: Collection[int] = ()  # ids
-        self._joins = self._count = 0  # updates that Adasum combined, since the last join
-
-    def attach_to(self, engine: Any, lane: Any, sparse: Collection[int]) -> None:
-        """Compare parameters with the steps of ``lane``, if there is one. ``sparse``: ids of parameters."""
-        self._sparse = sparse
-        if lane is not None:
-            self.attach(lane, engine)
+    sparse: Collection[int] = ()  # the ids of parameters with sparse gradients
 
     @_disable_dynamo
     def updated(self, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
         """Hash the parameters of these groups after the optimizer's update, if they are to be compared."""
-        if self.wants(self.step):
-            self.state(self._statement_of(groups, name_of, self.step))
+        if (level := self.level()) != NOTHING:
+            left_out = () if level == ALL else self.sparse
+            self.state(self._statement_of([p for p in parameters_of(groups) if id(p) not in left_out], name_of))
 
     @_disable_dynamo
     def combined(self, engine: Any, label: str, groups: Sequence[dict[str, Any]], name_of: NameOf) -> None:
@@ -115,26 +98,14 @@ class OptimizerVerification(Verification):
 
         Ranks that had joined have not counted the updates that they left out, so all count anew after a join.
         """
-        if engine is not self._engine:
-            self._engine, self._every, self._joins = engine, engine.settings.verify, -1
-            self._has_compared = False
-        if engine.joining.over != self._joins:
-            self._joins, self._count = engine.joining.over, 0
-        self._count += 1
-        if self.wants(self._count):
-            self._statement = self._statement_of(groups, name_of, self._count)
-            self._compare(label, self._process_set.process_set_id, self._count)
+        step = engine.named.count(f"updates of {label}", process_set_id=0) + 1
+        if is_due(step, engine.settings.verify):
+            self.compare(engine, label, 0, step, self._statement_of(parameters_of(groups), name_of))
 
-    def _statement_of(self, groups: Sequence[dict[str, Any]], name_of: NameOf, step: int) -> Statement:
-        sparse_too = self.wants(step, sparse=True)
-        tensors = [
-            parameter
-            for parameter in parameters_of(groups)
-            if can_be_hashed(parameter) and (sparse_too or id(parameter) not in self._sparse)
-        ]
-        sketches = np.array(list(map(_sketch_of, tensors))) if self.wants_sketches else None
+    def _statement_of(self, parameters: Sequence[torch.Tensor], name_of: NameOf) -> Statement:
+        tensors = list(filter(can_be_hashed, parameters))
         eps = [
             torch.finfo(each.dtype).eps if each.is_floating_point() or each.is_complex() else 0.0 for each in tensors
         ]
-        names = list(map(name_of, tensors))
-        return Statement(_machine_of(tensors), hashes_of(tensors), sketches, names=names, precisions=eps)
+        sketches = list(map(_sketch_of, tensors)) if self.wants_sketches else None
+        return Statement(_machine_of(tensors), list(map(name_of, tensors)), eps, hashes_of(tensors), sketches)
