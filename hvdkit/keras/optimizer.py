@@ -114,7 +114,7 @@ def DistributedOptimizer(
         device_sparse=device_sparse,
         title=name or f"Distributed{type(optimizer).__name__}",
     )
-    own = settings.as_kind(KerasSettings, average_aggregated_gradients=bool(average_aggregated_gradients))
+    own = KerasSettings(**vars(settings), average_aggregated_gradients=bool(average_aggregated_gradients))
     if runtime.is_initialized() and not runtime.is_forked():
         own.label(runtime.engine())  # now: ranks may make their first steps in different orders
     return cast("Optimizer", wrap(optimizer, own))

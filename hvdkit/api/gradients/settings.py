@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from hvdkit.api import checks
 from hvdkit.api.gradients import planning
@@ -16,8 +16,6 @@ from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.compression import CASTS
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
-
-Kind = TypeVar("Kind", bound="GradientSettings")
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,6 @@ class GradientSettings:
                 "HINT: make a DistributedOptimizer anew, and load the state_dict() of the old one."
             )
         vars(self).update(state)
-
-    def as_kind(self, kind: type[Kind], **others: Any) -> Kind:
-        """Return a copy of the subclass ``kind``, with the values ``others``."""
-        return kind(**{**{each.name: getattr(self, each.name) for each in fields(GradientSettings)}, **others})
 
 
 def is_variable(source: Any) -> bool:
