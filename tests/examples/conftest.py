@@ -7,6 +7,14 @@ import pytest
 from tests.ranks import ROOT
 
 
+@pytest.fixture
+def environment(backend: str | None, without_torch: dict[str, str]) -> dict[str, str]:
+    """Keras with a backend, if any is named."""
+    if backend == "tensorflow":
+        return without_torch
+    return {"KERAS_BACKEND": backend} if backend else {}
+
+
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which PyTorch cannot be imported: TensorFlow's users need none."""
