@@ -102,9 +102,8 @@ def test_other_floating_types_are_converted_there_and_back(dtype, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after_it(name, size):
-    codec = CODECS[name]
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after_it(codec, size):
     memories = memories_for(codec, size, 3000, seed=1)
     for odd in (np.nan, np.inf):
         inputs = gradients(size, 3000)
