@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
-import signal
 import subprocess
 import threading
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from hvdkit.arena import ARENA
-from tests import measured
 from tests.arena.blocks import MIB, born, lies_in_arena, peer_of, served, used
+from tests.forking import forked, in_child
 from tests.on_ranks import on_ranks
 from tests.transports.shared import in_thread, needs_memory_files, needs_native
 
 pytestmark = [needs_native, needs_memory_files, on_ranks((1, "torch"))]
 
 CHILD_SECONDS = 60
-
-
-def in_child(work: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Run ``work`` in a fork, ``meanwhile`` here; raises with its traceback where it raises or does not end."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            os.write(writing, traceback.format_exc().encode())
-        measured.exited(0)
-    os.close(writing)
-    meanwhile()
-    ready, _, _ = select.select([reading], [], [], CHILD_SECONDS)
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    problem = os.read(reading, 1 << 16).decode() if ready else f"the child did not end within {CHILD_SECONDS} s"
-    os.close(reading)
-    _, status = os.waitpid(child, 0)
-    assert not problem, problem
-    assert status == 0, f"the child ended with status {status}"
 
 
 def test_what_a_child_writes_does_not_reach_its_parent(hvd):
@@ -80,27 +54,25 @@ def test_a_child_has_what_was_there_when_it_was_forked(hvd):
                 assert bool((tensor == number).all()), number
                 tensor[0] = 7
             os.write(told[1], b".")
-            assert os.read(asked[0], 1) == b"."
+
+        def look_again() -> None:
             assert all(int(tensor[0]) == 7 for tensor in (written, dropped, by_a_peer))
             assert [int(tensor[1]) for tensor in (written, dropped, by_a_peer)] == [1, 2, 3]
 
-        def write() -> None:
-            nonlocal dropped
-            os.close(told[1])  # else the end of a child that failed would not be noticed
-            written.fill_(9)
-            dropped = torch.empty(0)
-            ARENA.end_step()
-            ARENA.trim()
-            kept = [born(MIB).fill_(9) for _ in range(3)]
-            with peer_of(offset, MIB) as peer:
-                peer[:] = bytes([9]) * MIB
-            os.write(asked[1], b".")
-            os.read(told[0], 1)
-            written.fill_(8)
-            os.write(asked[1], b".")
-            del kept
-
-        in_child(look, write)
+        child = forked(look_again, at_once=look)
+        os.close(told[1])  # else the end of a child that failed would not be noticed
+        written.fill_(9)
+        dropped = torch.empty(0)
+        ARENA.end_step()
+        ARENA.trim()
+        kept = [born(MIB).fill_(9) for _ in range(3)]
+        with peer_of(offset, MIB) as peer:
+            peer[:] = bytes([9]) * MIB
+        os.write(asked[1], b".")
+        os.read(told[0], 1)
+        written.fill_(8)
+        child()
+        del kept
         assert int(by_a_peer[0]) == 9
         ARENA.unpin([offset])
         for descriptor in (*asked, told[0]):

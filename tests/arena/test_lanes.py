@@ -15,7 +15,7 @@ import torch
 from hvdkit.arena import ARENA
 from hvdkit.engine.steps.node_pass import NodePass
 from tests.arena.blocks import MIB, born, lies_in_arena, served, used
-from tests.arena.test_forks import in_child
+from tests.forking import in_child
 from tests.on_ranks import on_ranks
 from tests.transports.shared import needs_memory_files, needs_native
 

@@ -1,6 +1,6 @@
 """Many ranks' algorithms in one process, resumed in turn: bits and traffic on up to 16 ranks, and what order shows.
 
-``run_in_random_order`` has a stricter network: a send is done only when it was received. It shows a buffer that is
+``reduce_in_random_order`` has a stricter network: a send is done only when it was received. It shows a buffer that is
 written or received into while it is being sent, a dead-lock of ranks that send before they receive, and a result that
 depends on who was fast.
 """
@@ -18,7 +18,9 @@ from hvdkit.kernels import DTYPES
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport, Wires
 
-StepsOf = Callable[[Group], Generator[list[Transfer], None, Any]]
+Steps = Generator[list[Transfer], None, Any]
+StepsOf = Callable[[Group], Steps]
+BufferStepsOf = Callable[[Group, Any], Steps]
 
 
 def random_inputs(size: int, elements: int, dtype: str = "float32") -> list[np.ndarray]:
@@ -40,13 +42,34 @@ def run_everywhere(size: int, steps_of: StepsOf) -> list[Any]:
     return [(result, group.bytes_sent) for result, group in zip(results, groups, strict=True)]
 
 
-def run_in_random_order(size: int, steps_of: StepsOf, seed: int) -> list[set[int]]:
-    """Run ``steps_of(group)`` for every rank to its end; returns the tags that each rank sent with."""
-    wires = Wires(size)
+def reduce_everywhere(inputs: list[np.ndarray], steps_of: BufferStepsOf) -> tuple[np.ndarray, list[int]]:
+    """Run ``steps_of(group, buffer)`` on copies of the ranks' inputs, which must end with the same bits.
+
+    Returns these, and the bytes that each rank sent.
+    """
+    buffers = [one.copy() for one in inputs]
+    outcomes = run_everywhere(len(inputs), lambda group: steps_of(group, buffers[group.rank]))
+    return the_same_bits(buffers), [sent for _, sent in outcomes]
+
+
+def reduce_in_random_order(
+    inputs: list[np.ndarray], steps_of: BufferStepsOf, seed: int
+) -> tuple[np.ndarray, list[set[int]]]:
+    """Do the same in a random order. Returns the bits, and the tags that each rank sent with."""
+    size = len(inputs)
+    buffers, wires = [one.copy() for one in inputs], Wires(size)
     transports = [RendezvousTransport(rank, size, wires) for rank in range(size)]
-    run([Group(transport, range(size)) for transport in transports], steps_of, random.Random(seed).shuffle)
+    groups = [Group(transport, range(size)) for transport in transports]
+    run(groups, lambda group: steps_of(group, buffers[group.rank]), random.Random(seed).shuffle)
     assert not any(wires.messages.values()), "a message was sent that nobody received"
-    return [transport.tags for transport in transports]
+    return the_same_bits(buffers), [transport.tags for transport in transports]
+
+
+def the_same_bits(buffers: list[np.ndarray]) -> np.ndarray:
+    """Check that all ranks' buffers have the same bits; returns the first of them."""
+    for buffer in buffers:
+        assert buffer.tobytes() == buffers[0].tobytes()
+    return buffers[0]
 
 
 def run(

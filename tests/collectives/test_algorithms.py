@@ -21,7 +21,7 @@ from hvdkit.collectives.exchange import (
 )
 from hvdkit.collectives.group import Group, partition
 from hvdkit.kernels import ONE, ReduceOp, Scale
-from tests.collectives.stepping import random_inputs, run_everywhere
+from tests.collectives.stepping import random_inputs, reduce_everywhere, run_everywhere
 
 SIZES = [2, 3, 4, 5, 8, 16]
 
@@ -31,10 +31,8 @@ SIZES = [2, 3, 4, 5, 8, 16]
 def test_broadcast_reaches_every_rank_from_every_root(algorithm, size):
     for root in range(size):
         inputs = random_inputs(size, 333)
-        expected = inputs[root].copy()
-        run_everywhere(size, lambda group, i=inputs, r=root: algorithm(group, i[group.rank], r, 0))
-        for buffer in inputs:
-            np.testing.assert_array_equal(buffer, expected)
+        result, _ = reduce_everywhere(inputs, lambda group, buffer, r=root: algorithm(group, buffer, r, 0))
+        np.testing.assert_array_equal(result, inputs[root])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -83,11 +81,9 @@ def test_adasum_combines_pairs_and_pairs_of_pairs_for_each_tensor(size):
         return parts[0]
 
     expected = np.concatenate([tree([one[:10] for one in inputs]), tree([one[10:] for one in inputs])])
-    buffers = [one.copy() for one in inputs]
-    results = run_everywhere(size, lambda group: adasum(group, buffers[group.rank], lengths, ONE, 0))
-    for buffer in buffers:
-        np.testing.assert_array_equal(buffer, expected)
-    assert {sent for _, sent in results} == {4 * 30 * int(math.log2(size))}
+    result, sent = reduce_everywhere(inputs, lambda group, buffer: adasum(group, buffer, lengths, ONE, 0))
+    np.testing.assert_array_equal(result, expected)
+    assert set(sent) == {4 * 30 * int(math.log2(size))}
 
 
 def test_adasum_adds_orthogonal_gradients_and_averages_equal_ones():

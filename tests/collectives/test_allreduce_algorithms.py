@@ -16,7 +16,7 @@ from hvdkit.collectives.exchange import SCRATCH
 from hvdkit.collectives.group import Choice, Group
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale, numpy_kernels
-from tests.collectives.stepping import random_inputs, run_everywhere, run_in_random_order
+from tests.collectives.stepping import random_inputs, reduce_everywhere, reduce_in_random_order, run_everywhere
 
 RANKS = [2, 3, 4, 5, 6, 7, 8, 12, 16]
 ELEMENTS = [0, 1, 17, 1000]
@@ -38,13 +38,7 @@ def outcomes(
     name: str, inputs: list[np.ndarray], op: ReduceOp = ReduceOp.SUM, scale: Scale = ONE, codec: Cast = NONE
 ) -> tuple[np.ndarray, list[int]]:
     """The result, of which all ranks have the same bits, and the bytes that each rank sent."""
-    buffers = [one.copy() for one in inputs]
-    results = run_everywhere(
-        len(inputs), lambda group: ALGORITHMS[name](group, buffers[group.rank], op, scale, codec, 0)
-    )
-    for buffer in buffers:
-        assert buffer.tobytes() == buffers[0].tobytes()
-    return buffers[0], [sent for _, sent in results]
+    return reduce_everywhere(inputs, lambda group, buffer: ALGORITHMS[name](group, buffer, op, scale, codec, 0))
 
 
 def formula(name: str, size: int, nbytes: int) -> list[int]:
@@ -208,16 +202,14 @@ def test_slow_sends_and_the_order_of_the_ranks_change_nothing(name, size):
     for codec in (NONE, FP16):
         inputs = random_inputs(size, 1000)
         expected, _ = outcomes(name, inputs, scale=Scale(0.5), codec=codec)
+
+        def steps(group: Group, buffer, codec=codec):
+            return ALGORITHMS[name](group, buffer, ReduceOp.SUM, Scale(0.5), codec, 6)
+
         for seed in range(3):
-            buffers = [one.copy() for one in inputs]
-
-            def steps(group: Group, buffers=buffers, codec=codec):
-                return ALGORITHMS[name](group, buffers[group.rank], ReduceOp.SUM, Scale(0.5), codec, 6)
-
-            tags = run_in_random_order(size, steps, seed)
+            result, tags = reduce_in_random_order(inputs, steps, seed)
             assert set().union(*tags) <= {6, 7}
-            for buffer in buffers:
-                assert buffer.tobytes() == expected.tobytes()
+            assert result.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("codec", [NONE, FP16], ids=["none", "fp16"])
@@ -282,17 +274,14 @@ def test_allreduce_takes_the_choice_of_the_group_or_the_one_it_is_given(name):
     inputs = random_inputs(size, elements, "int32")
     expected = reduction(inputs, ReduceOp.SUM)
     for of_group, given_one in ((Choice(name), None), (Choice("two_phase"), Choice(name))):
-        buffers = [one.copy() for one in inputs]
 
-        def steps(group: Group, buffers=buffers, of_group=of_group, given_one=given_one):
-            chosen = Group(group.transport, group.members, of_group)
-            yield from allreduce(chosen, buffers[group.rank], ReduceOp.SUM, ONE, NONE, 0, given_one)
-            return chosen.bytes_sent
+        def steps(group: Group, buffer, of_group=of_group, given_one=given_one):
+            group.choice = of_group
+            return allreduce(group, buffer, ReduceOp.SUM, ONE, NONE, 0, given_one)
 
-        results = run_everywhere(size, steps)
-        assert [sent for sent, _ in results] == formula(name, size, 4 * elements)
-        for buffer in buffers:
-            np.testing.assert_array_equal(buffer, expected)
+        result, sent = reduce_everywhere(inputs, steps)
+        assert sent == formula(name, size, 4 * elements)
+        np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("codec", [NONE, FP16], ids=["none", "fp16"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from hvdkit.compression.codec import Array, Bytes
 from hvdkit.errors import PayloadError
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.transports.base import Transfer
-from tests.collectives.stepping import run, run_everywhere, run_in_random_order
+from tests.collectives.stepping import BufferStepsOf, reduce_everywhere, reduce_in_random_order, run
 from tests.compression.codecs import CODECS, encoded, memory_for
 from tests.network import MemoryTransport, Wires
 
@@ -31,19 +30,15 @@ def gradients(size: int, elements: int, seed: int = 0) -> list[Array]:
     return [generator.standard_normal(elements).astype(np.float32) for _ in range(size)]
 
 
+def steps_of(codec: PayloadCodec, memories: list[CodecState], scale: Scale = ONE) -> BufferStepsOf:
+    return lambda group, buffer: allreduce_encoded(group, buffer, ReduceOp.SUM, scale, codec, 0, memories[group.rank])
+
+
 def reduced(
     codec: PayloadCodec, inputs: list[Array], memories: list[CodecState], scale: Scale = ONE
 ) -> tuple[Array, list[int]]:
     """The result, of which all ranks have the same bits, and what each rank sent."""
-    buffers = [one.copy() for one in inputs]
-    results = run_everywhere(
-        len(inputs),
-        lambda group: allreduce_encoded(
-            group, buffers[group.rank], ReduceOp.SUM, scale, codec, 0, memories[group.rank]
-        ),
-    )
-    assert len({buffer.tobytes() for buffer in buffers}) == 1
-    return buffers[0], [sent for _, sent in results]
+    return reduce_everywhere(inputs, steps_of(codec, memories, scale))
 
 
 def kept_in(memories: list[CodecState]) -> Array:
@@ -107,9 +102,8 @@ def test_other_floating_types_are_converted_there_and_back(dtype, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after_it(name, size):
-    codec = CODECS[name]
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all_and_forgotten_after_it(codec, size):
     memories = memories_for(codec, size, 3000, seed=1)
     for odd in (np.nan, np.inf):
         inputs = gradients(size, 3000)
@@ -140,17 +134,9 @@ def test_a_payload_longer_than_usual_takes_a_trip_more(size, seed):
     trips = []
     for _ in range(3):
         came_in = total_of(inputs) + kept_in(memories)
-        buffers = [one.copy() for one in inputs]
-        tags = run_in_random_order(
-            size,
-            lambda group, buffers=buffers: allreduce_encoded(
-                group, buffers[group.rank], ReduceOp.SUM, ONE, codec, 0, memories[group.rank]
-            ),
-            seed,
-        )
+        result, tags = reduce_in_random_order(inputs, steps_of(codec, memories), seed)
         trips.append(1 in tags[0])
-        assert len({buffer.tobytes() for buffer in buffers}) == 1
-        np.testing.assert_allclose(buffers[0] + kept_in(memories), came_in, rtol=0, atol=3e-6 * size)
+        np.testing.assert_allclose(result + kept_in(memories), came_in, rtol=0, atol=3e-6 * size)
     assert trips[0]
     assert not all(trips)
 
@@ -178,12 +164,9 @@ def damaged(codec: PayloadCodec, damage: Callable[[int, Bytes], None]) -> Payloa
     transports = [DamagingTransport(2, 6, wires), MemoryTransport(5, 6, wires)]
     transports[0].damage = damage  # type: ignore[attr-defined]
     groups = [Group(transport, members) for transport in transports]
-
-    def steps_of(group: Group) -> Any:
-        return allreduce_encoded(group, inputs[group.rank], ReduceOp.SUM, ONE, codec, 0, memories[group.rank])
-
+    steps = steps_of(codec, memories)
     try:
-        run(groups, steps_of)
+        run(groups, lambda group: steps(group, inputs[group.rank]))
     except PayloadError as error:
         return error
     return None

@@ -29,9 +29,8 @@ def values_of(pattern: str, elements: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", CODECS)
-def test_what_was_sent_plus_what_is_kept_is_what_came_in(name, pattern):
-    codec = CODECS[name]
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_what_was_sent_plus_what_is_kept_is_what_came_in(codec, pattern):
     for elements in LENGTHS:
         memory = memory_for(codec, elements)
         for step in range(3):
@@ -45,9 +44,8 @@ def test_what_was_sent_plus_what_is_kept_is_what_came_in(name, pattern):
             assert np.all(np.abs(sent + kept - came_in) <= tolerance)
 
 
-@pytest.mark.parametrize("name", WITHOUT_FEEDBACK)
-def test_without_feedback_nothing_is_kept(name):
-    codec = WITHOUT_FEEDBACK[name]
+@pytest.mark.parametrize("codec", WITHOUT_FEEDBACK.values(), ids=WITHOUT_FEEDBACK)
+def test_without_feedback_nothing_is_kept(codec):
     assert codec.keeps == ()
     values = values_of("normal", 5000)
     memory = memory_for(codec, values.size)
@@ -55,9 +53,8 @@ def test_without_feedback_nothing_is_kept(name):
     assert encoded(codec, values, memory).tobytes() == first.tobytes()
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_adding_adds_and_scaling_scales(name):
-    codec = CODECS[name]
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_adding_adds_and_scaling_scales(codec):
     for elements in LENGTHS:
         values = values_of("normal", elements)
         payload = encoded(codec, values, memory_for(codec, elements))
@@ -72,9 +69,8 @@ def test_adding_adds_and_scaling_scales(name):
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("index", [0, 1, 2500, 4999, slice(None)])
-@pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_arrives_and_poisons_nothing(name, index, odd):
-    codec = CODECS[name]
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_what_is_not_finite_arrives_and_poisons_nothing(codec, index, odd):
     values = values_of("normal", 5000)
     memory = memory_for(codec, values.size, seed=1)
     values[index] = odd

@@ -7,9 +7,11 @@ import pytest
 from tests.ranks import ROOT
 
 
-@pytest.fixture(scope="module")
-def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which PyTorch cannot be imported: TensorFlow's users need none."""
+@pytest.fixture
+def environment(backend: str | None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Keras with a backend, if any is named. Beside TensorFlow no PyTorch can be imported: its users need none."""
+    if backend != "tensorflow":
+        return {"KERAS_BACKEND": backend} if backend else {}
     folder = tmp_path_factory.mktemp("without_torch")
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text('raise ImportError("there shall be no PyTorch")')

@@ -77,8 +77,7 @@ def test_text_reports_speed_loss_and_bytes() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "compression"), [("tensorflow", "none"), ("torch", "fp16")])
-def test_keras_text_reports_speed_loss_and_bytes(backend: str, compression: str, without_torch: dict[str, str]) -> None:
-    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
+def test_keras_text_reports_speed_loss_and_bytes(backend, compression, environment: dict[str, str]) -> None:
     flags = ["--report-every", 2, "--compression", compression]
     check_text(run_example("keras_text.py", *TEXT, *flags, **environment)[0], ["2", "3"])
 
@@ -97,17 +96,17 @@ def test_text_sends_half_the_bytes_with_fp16() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("script", "model", "flag"),
+    ("script", "backend", "model", "flag"),
     [
-        ("pytorch_synthetic_benchmark.py", "resnet18", "--fp16-allreduce"),
-        ("pytorch_synthetic_benchmark.py", "resnet18", "--use-adasum"),
-        ("tensorflow2_synthetic_benchmark.py", "MobileNet", "--fp16-allreduce"),
+        ("pytorch_synthetic_benchmark.py", None, "resnet18", "--fp16-allreduce"),
+        ("pytorch_synthetic_benchmark.py", None, "resnet18", "--use-adasum"),
+        ("tensorflow2_synthetic_benchmark.py", "tensorflow", "MobileNet", "--fp16-allreduce"),
     ],
 )
-def test_synthetic_benchmarks_report_as_horovods(script: str, model: str, flag: str, without_torch) -> None:
+def test_synthetic_benchmarks_report_as_horovods(script: str, backend, model: str, flag: str, environment) -> None:
     flags = ["--model", model, "--batch-size", 2, "--image-size", 32, "--no-cuda", "--threads", 1, flag]
     flags += ["--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 2]
-    output, _ = run_example(script, *flags, **(without_torch if script.startswith("tensorflow") else {}))
+    output, _ = run_example(script, *flags, **environment)
     for pattern in (
         rf"Model: {model}\n",
         r"Iter #1: [\d.]+ img/sec per CPU",
@@ -128,9 +127,8 @@ def test_synthetic_benchmarks_report_as_horovods(script: str, model: str, flag: 
     ],
 )
 def test_tensorflow_and_keras_digits_reach_97_percent_and_resume(
-    script: str, backend: str, epochs: int, checkpoint: str, tmp_path: Path, without_torch: dict[str, str]
+    script: str, backend: str, epochs: int, checkpoint: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
     output, _ = run_example(script, "--checkpoint-dir", tmp_path, "--epochs", epochs, **environment)
     assert digits_accuracy(output) >= 97
     assert_only_one_rank_prints(output)

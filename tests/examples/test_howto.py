@@ -100,10 +100,9 @@ def test_a_resumed_training_ends_as_one_without_a_break() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 @pytest.mark.parametrize("name", KERAS_ALIKE)
-def test_two_ranks_print_what_one_process_prints_in_keras(name: str, backend: str, without_torch) -> None:
+def test_two_ranks_print_what_one_process_prints_in_keras(name: str, backend: str, environment) -> None:
     if backend == "torch" and not name.startswith("keras_"):
         pytest.skip("of TensorFlow alone")
-    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend}
     two = report(name, **environment)
     assert_same(two, report(name, size=1, **environment), TOLERANCE)
     if backend == "tensorflow":
@@ -119,8 +118,7 @@ def test_two_ranks_print_what_one_process_prints_in_keras(name: str, backend: st
         ("keras_learning_rate.py", "torch", "0.075, 0.100, 0.100, 0.100, 0.100, 0.100;"),
     ],
 )
-def test_the_learning_rate_grows_from_one_process_s_to_that_of_all_ranks(script, backend, rates, without_torch) -> None:
-    environment = without_torch if backend == "tensorflow" else {"KERAS_BACKEND": backend} if backend else {}
+def test_the_learning_rate_grows_from_one_process_s_to_that_of_all_ranks(script, backend, rates, environment) -> None:
     two = report(script, **environment)
     assert f"rates {rates}" in two
     assert NUMBER.sub("#", two) == NUMBER.sub("#", shown(script))

@@ -15,6 +15,7 @@ import hvdkit.torch as hvd
 from hvdkit.compression import CodecState
 from hvdkit.compression.codec import Array, Bytes
 from tests.extending.running_sign import RunningSign
+from tests.torch.optimizer_support import distributed_sgd
 
 PATIENCE_SECONDS = 60
 
@@ -36,11 +37,7 @@ class Failing(RunningSign):
 def train() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 40)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        named_parameters=model.named_parameters(),
-        compression=Failing(compress="everywhere"),
-    )
+    optimizer = distributed_sgd(hvd, model, compression=Failing(compress="everywhere"))
     model(torch.ones(2, 40)).sum().backward()
     optimizer.step()
 

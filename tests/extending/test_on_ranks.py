@@ -13,7 +13,6 @@ from tests.extending import numpy_framework as framework
 from tests.extending import shift  # noqa: F401 (it registers itself)
 from tests.extending.running_sign import MAGNITUDE, RunningSign
 from tests.on_ranks import on_ranks
-from tests.ranks import Skip
 from tests.told import told
 
 pytestmark = on_ranks((2, "mpi"), (3, "torch"))
@@ -32,8 +31,6 @@ def test_an_operation_gives_its_result(hvd: Any) -> None:
 
 
 def test_an_operation_is_checked_on_all_ranks(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("needs two ranks")
     with told(hvd.HorovodInternalError, "Mismatched shapes for shift 'clash'", "rank 0", "[2]", "[1]"):
         start_shift(np.zeros(2 if hvd.rank() == 0 else 1), "clash").wait()
     with told(hvd.HorovodInternalError, "Mismatched operations for 'kinds'", "sent shift", "sent allreduce"):
@@ -44,8 +41,6 @@ def test_an_operation_is_checked_on_all_ranks(hvd: Any) -> None:
 
 
 def test_an_operation_without_zeros_does_not_go_with_join(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("needs two ranks")
     if hvd.rank() == 0:
         with told(hvd.HorovodInternalError, "shift is not supported with Join"):
             start_shift(np.zeros(2), "joined").wait()
@@ -53,8 +48,6 @@ def test_an_operation_without_zeros_does_not_go_with_join(hvd: Any) -> None:
 
 
 def test_a_codec_trains_and_keeps_its_state(hvd: Any) -> None:
-    if hvd.size() == 1:
-        raise Skip("needs two ranks")
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 40, bias=False)
     optimizer = hvd.DistributedOptimizer(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -28,9 +30,32 @@ def equal(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return got.dtype == expected.dtype and got.shape == expected.shape and bool((got == expected).all())
 
 
+def same(state: Any, other: Any) -> bool:
+    """True if two states have the same structure and numbers, and tensors that are ``equal``."""
+    if isinstance(state, torch.Tensor):
+        return isinstance(other, torch.Tensor) and equal(state, other)
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(same(state[key], other[key]) for key in state)
+    if isinstance(state, (list, tuple)):
+        return len(state) == len(other) and all(map(same, state, other))
+    return bool(state == other)
+
+
 def total(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The sum in the tensors' own type."""
     return torch.stack(tensors).double().sum(dim=0).to(tensors[0].dtype)
+
+
+def reductions(hvd: Any, tensors: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
+    """Each operation that reduces elements by themselves, and what it makes of the tensors, in their own type."""
+    stacked = torch.stack(tensors).double()
+    results = {
+        hvd.Sum: stacked.sum(dim=0),
+        hvd.Min: stacked.amin(dim=0),
+        hvd.Max: stacked.amax(dim=0),
+        hvd.Product: stacked.prod(dim=0),
+    }
+    return [(op, result.to(tensors[0].dtype)) for op, result in results.items()]
 
 
 def mean(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -35,7 +35,6 @@ def means() -> dict[str, torch.Tensor]:
 
 
 def times(count: float, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return multiples of gradients."""
     return {name: count * gradient for name, gradient in gradients.items()}
 
 
@@ -45,7 +44,6 @@ def keeping(hvd: Any) -> dict[str, Any]:
 
 
 def every_codec(hvd: Any) -> dict[str, Any]:
-    """Return all codecs by name."""
     return {
         **keeping(hvd),
         "dgc": hvd.Compression.dgc(0.05, momentum=0.5),
@@ -57,17 +55,7 @@ def every_codec(hvd: Any) -> dict[str, Any]:
 
 
 def same_weights(net: nn.Module, other: nn.Module) -> bool:
-    """Return True if all parameters have the same bits."""
     return all(map(torch.equal, net.parameters(), other.parameters()))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return True if two states have the same structure, numbers and bits."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 class Job:
@@ -94,13 +82,19 @@ class Job:
         return self
 
 
+def resumed(hvd: Any, codec: Any, states: Any) -> Job:
+    """Return a job whose hook goes on with states that were saved."""
+    hook = hvd.ddp_hook(codec)
+    hook.load_state_dict(states)
+    return Job(net_of(), hook)
+
+
 def constant(hvd: Any, codec: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Job:
     """Return a job whose ranks have gradients of their own."""
     return Job(net_of().to(dtype), hvd.ddp_hook(codec), **options)
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -135,12 +129,21 @@ def owed(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return total(gathered(kept(state)))
 
 
+def means_and(steps: int, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what some steps hand on of the average, with what was owed before them."""
+    return {name: steps * mean + before.get(name, torch.zeros(())) for name, mean in means().items()}
+
+
 def assert_nothing_lost(job: Job, expected: dict[str, torch.Tensor], tolerance: float = 1e-4) -> None:
     """Check that what was applied and what is owed are what came in."""
     back = owed(job.hook.state_dict())
     for name in SHAPES:
         applied = -getattr(job.net, name).detach().float()
         assert_close(applied + back.get(name, torch.zeros(())), expected[name], tolerance)
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def for_several_ranks() -> None:
@@ -150,7 +153,6 @@ def for_several_ranks() -> None:
 
 
 def main(module: str, folder: str) -> None:
-    """Run the tests of a module in a rank."""
     import hvdkit.torch as hvd
     from tests.ranks import leave, run_cases
 

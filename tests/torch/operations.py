@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tests.torch.data import equal
@@ -12,35 +14,20 @@ def still_works(hvd) -> None:
     assert equal(hvd.allreduce(torch.ones(3), op=hvd.Sum, name="still.works"), torch.full((3,), float(hvd.size())))
 
 
+def forms(name: str, in_place: bool = False) -> list[str]:
+    return [name, f"{name}_async", *([f"{name}_", f"{name}_async_"] if in_place else [])]
+
+
 def tensor_operations(hvd):
-    """Each operation on one tensor under its name."""
+    """Each operation on one tensor under its name; the root of a broadcast is rank 0."""
+    names = [*forms("allreduce", in_place=True), *forms("allgather"), *forms("alltoall"), *forms("reducescatter")]
+    broadcasts = forms("broadcast", in_place=True)
     return {
-        "allreduce": hvd.allreduce,
-        "allreduce_": hvd.allreduce_,
-        "allreduce_async": hvd.allreduce_async,
-        "allreduce_async_": hvd.allreduce_async_,
-        "allgather": hvd.allgather,
-        "allgather_async": hvd.allgather_async,
-        "broadcast": lambda tensor, **options: hvd.broadcast(tensor, 0, **options),
-        "broadcast_": lambda tensor, **options: hvd.broadcast_(tensor, 0, **options),
-        "broadcast_async": lambda tensor, **options: hvd.broadcast_async(tensor, 0, **options),
-        "broadcast_async_": lambda tensor, **options: hvd.broadcast_async_(tensor, 0, **options),
-        "alltoall": hvd.alltoall,
-        "alltoall_async": hvd.alltoall_async,
-        "reducescatter": hvd.reducescatter,
-        "reducescatter_async": hvd.reducescatter_async,
+        **{name: getattr(hvd, name) for name in names},
+        **{name: partial(getattr(hvd, name), root_rank=0) for name in broadcasts},
     }
 
 
 def grouped_operations(hvd):
-    """Each grouped operation under its name."""
-    return {
-        "grouped_allreduce": hvd.grouped_allreduce,
-        "grouped_allreduce_": hvd.grouped_allreduce_,
-        "grouped_allreduce_async": hvd.grouped_allreduce_async,
-        "grouped_allreduce_async_": hvd.grouped_allreduce_async_,
-        "grouped_allgather": hvd.grouped_allgather,
-        "grouped_allgather_async": hvd.grouped_allgather_async,
-        "grouped_reducescatter": hvd.grouped_reducescatter,
-        "grouped_reducescatter_async": hvd.grouped_reducescatter_async,
-    }
+    names = [*forms("allreduce", in_place=True), *forms("allgather"), *forms("reducescatter")]
+    return {f"grouped_{name}": getattr(hvd, f"grouped_{name}") for name in names}

@@ -55,23 +55,21 @@ def loss_of(net: nn.Module, data: Data, **options: Any) -> torch.Tensor:
 
 
 def loss_on(net: nn.Module, ranks: Iterable[int], step: int = 0, **options: Any) -> torch.Tensor:
-    """Return the loss on the batches of some ranks."""
     inputs, targets = zip(*(batch(rank, step) for rank in ranks), strict=True)
     return loss_of(net, (torch.cat(inputs), torch.cat(targets)), **options)
 
 
-def sgd(net: nn.Module) -> torch.optim.Optimizer:
+def sgd(net: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     """Return a plain optimizer with a state."""
-    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
 
 
-def distributed_sgd(hvd: Any, net: nn.Module, **options: Any) -> Any:
+def distributed_sgd(hvd: Any, net: nn.Module, lr: float = 0.05, **options: Any) -> Any:
     """Return a DistributedOptimizer with named parameters."""
-    return hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters(), **options)
+    return hvd.DistributedOptimizer(sgd(net, lr), named_parameters=net.named_parameters(), **options)
 
 
 def wrapped_net(hvd: Any, seed: int = 1, **options: Any) -> tuple[Net, Any]:
-    """Return a net and its DistributedOptimizer."""
     net = make_net(seed)
     return net, distributed_sgd(hvd, net, **options)
 
@@ -81,6 +79,12 @@ def train_step(optimizer: Any, net: nn.Module, data: Data, **options: Any) -> No
     optimizer.zero_grad()
     loss_of(net, data, **options).backward()
     optimizer.step()
+
+
+def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
+    """Train on this rank's batches of some steps."""
+    for step in range(steps):
+        train_step(optimizer, net, batch(hvd.rank(), step))
 
 
 def update(optimizer: Any) -> None:
@@ -126,9 +130,16 @@ class Comparison:
         self.plain.zero_grad()
 
     def backward(self, step: int = 0, **options: Any) -> None:
-        """Compute the gradients of both."""
         for net, _, ranks in self.sides:
             self.loss(net, ranks, step, **options).backward()
+
+    def reduce(self, step: int = 0, set_to_none: bool = True, passes: int = 1, **options: Any) -> None:
+        """Compute the gradients of a step in some passes, reduce and compare them."""
+        self.zero_grad(set_to_none)
+        for part in range(passes):
+            self.backward(step * passes + part, **options)
+        self.optimizer.synchronize()
+        self.check_gradients()
 
     def update(self) -> None:
         """Step on gradients that are reduced already."""
@@ -136,7 +147,6 @@ class Comparison:
         self.plain.step()
 
     def step(self) -> None:
-        """Step both."""
         self.optimizer.step()
         self.plain.step()
 
@@ -149,7 +159,6 @@ class Comparison:
         self.check()
 
     def check_gradients(self) -> None:
-        """Compare the gradients."""
         assert_same_gradients(self.net, self.alone, self.relative)
 
     def check(self) -> None:
@@ -191,7 +200,6 @@ def assert_same_gradients(net: nn.Module, expected: nn.Module, relative: float =
 
 
 def assert_same_weights(net: nn.Module, expected: nn.Module, relative: float = 1e-6) -> None:
-    """Check the parameters."""
     for (name, parameter), wanted in zip(net.named_parameters(), expected.parameters(), strict=True):
         assert_close(parameter.detach(), wanted.detach(), relative, name)
 
@@ -206,7 +214,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, relative: float =
 
 
 def digest(net: nn.Module) -> str:
-    """Return a hash of all parameters' bits."""
     summary = hashlib.sha256()
     for parameter in net.parameters():
         summary.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -31,7 +31,6 @@ def wide_loss(net: nn.Module, ranks: Iterable[int], step: int = 0, power: int = 
 
 
 def wide(hvd: Any, **options: Any) -> Comparison:
-    """Return the comparison of wide nets, in float64."""
     return Comparison(hvd, wide_net, loss=wide_loss, relative=1e-12, **options)
 
 
@@ -69,10 +68,8 @@ def same_tensors(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> boo
 
 
 def same_values(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Return True if all elements are equal."""
     return all(map(torch.equal, tensors, others))
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Return random numbers of a seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.forking import in_child
-from tests.torch.optimizer_support import Passing
+from tests.torch.optimizer_support import Passing, distributed_sgd, sgd
+from tests.transports.shared import in_thread
 
 WIDTH, CHANNELS = 160, 16  # matrices of 25,600 elements are large enough for the arena, in float32 too
 ROWS = 3  # of each rank's batch
@@ -97,17 +96,10 @@ class Side:
         self.calls: list[Callable[..., torch.Tensor]] = list(self.nets)
         if program.compiled:
             self.calls = [torch.compile(net, backend="aot_eager") for net in self.nets]
-        self.optimizers: list[Any] = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in self.nets]
+        self.optimizers: list[Any] = [sgd(net) for net in self.nets]
         if hvd is not None:
-            self.optimizers = [
-                hvd.DistributedOptimizer(
-                    optimizer,
-                    named_parameters=net.named_parameters(),
-                    backward_passes_per_step=program.passes,
-                    **REDUCED[program.reduced],
-                )
-                for net, optimizer in zip(self.nets, self.optimizers, strict=True)
-            ]
+            options = {"backward_passes_per_step": program.passes, **REDUCED[program.reduced]}
+            self.optimizers = [distributed_sgd(hvd, net, **options) for net in self.nets]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, enabled=program.scaled)
         self.kept: list[list[torch.Tensor | None]] = []
         self.hooks: list[Any] = []
@@ -123,7 +115,6 @@ class Side:
         return [parameter.grad for parameter in self.parameters]
 
     def batch(self, step: int, turn: int) -> torch.Tensor:
-        """Inputs, equally many of each rank."""
         seeds = [1000 * step + 100 * turn + rank for rank in self.ranks]
         shape = (ROWS, CHANNELS, 4, 4)
         parts = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
@@ -144,7 +135,6 @@ class Side:
                 self.scaler.unscale_(optimizer)
 
     def update(self) -> None:
-        """The parameters move."""
         for optimizer in self.optimizers:
             if self.hvd is None:
                 self.scaler.step(optimizer)
@@ -154,7 +144,6 @@ class Side:
         self.scaler.update()
 
     def zero(self, set_to_none: bool) -> None:
-        """The gradients of all models."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -169,9 +158,7 @@ def _by_hand(side: Side, step: int, turn: int) -> None:
 
 
 def _in_a_thread(side: Side, step: int, turn: int) -> None:
-    thread = threading.Thread(target=lambda: side.loss(step, turn).backward())
-    thread.start()
-    thread.join()
+    in_thread(lambda: side.loss(step, turn).backward()).result()
 
 
 def _with_a_penalty(side: Side, step: int, turn: int) -> None:
@@ -314,7 +301,6 @@ steps = st.builds(
 
 
 def programs(compiled: bool = False) -> st.SearchStrategy[Program]:
-    """Trainings of two to five steps."""
     return st.builds(
         Program,
         tied=st.booleans(),
@@ -373,13 +359,3 @@ def _differences(side: Side, alone: Side) -> list[str]:
                 shape = tuple(tensor.shape)
                 problems.append(f"{what} {number} of shape {shape} is off by {difference:.3g} of its largest value")
     return problems
-
-
-def is_longer_search() -> bool:
-    """Return True if somebody looks for what fails, by SEQUENCES, the number of programs."""
-    return "SEQUENCES" in os.environ
-
-
-def programs_to_try() -> int:
-    """Return how many programs to make."""
-    return int(os.environ.get("SEQUENCES", "14"))

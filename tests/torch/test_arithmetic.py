@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.scale_factors import BOTH, PRODUCTS
-from tests.torch.optimizer_support import update
+from tests.torch.optimizer_support import distributed_sgd, gradients, update
 
 pytestmark = [
     on_ranks(2, 3),
@@ -42,39 +42,32 @@ def test_an_average_is_the_sum_divided(hvd: Any) -> None:
 
 def test_gradients_are_averaged_so_too(hvd: Any) -> None:
     for predivide in (1.0, 3.0):
-        weight = torch.nn.Parameter(torch.zeros(5000))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=1.0), [("weight", weight)], gradient_predivide_factor=predivide
-        )
+        net = nn.ParameterList([torch.zeros(5000)])
+        optimizer = distributed_sgd(hvd, net, gradient_predivide_factor=predivide)
         mine = normal(hvd.rank(), 5000)
-        (weight * mine).sum().backward()
+        (net[0] * mine).sum().backward()
         optimizer.synchronize()
         if predivide == 1.0:
             expected = hvd.allreduce(mine, op=hvd.Sum) / hvd.size()
         else:
             expected = hvd.allreduce(mine * (1 / predivide), op=hvd.Sum) * (predivide / hvd.size())
-        assert torch.equal(weight.grad, expected), predivide
+        assert torch.equal(net[0].grad, expected), predivide
         update(optimizer)
 
 
 def test_large_gradients_are_cut_alike_on_hosts_of_other_sizes(hvd: Any) -> None:
     shapes = [(600, 701), (7,), (512, 512), (3, 5), (700, 600)]  # some of more than a MiB
     for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.topk(ratio=0.9)):
-        weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(weights, lr=1.0),
-            [(f"w{number}", one) for number, one in enumerate(weights)],
-            compression=compression,
-            op=hvd.Sum,
-        )
+        net = nn.ParameterList([torch.zeros(shape) for shape in shapes])
+        optimizer = distributed_sgd(hvd, net, compression=compression, op=hvd.Sum)
         for step in range(3):
             factors = [torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(step)) for shape in shapes]
-            loss = sum((one * factor * (hvd.rank() + 1)).sum() for one, factor in zip(weights, factors, strict=True))
+            loss = sum((one * factor * (hvd.rank() + 1)).sum() for one, factor in zip(net, factors, strict=True))
             optimizer.zero_grad()
             loss.backward()
             optimizer.synchronize()
             times = hvd.size() * (hvd.size() + 1) // 2
-            for one, factor in zip(weights, factors, strict=True):
+            for one, factor in zip(net, factors, strict=True):
                 assert torch.equal(one.grad, (factor * times).float())
 
 
@@ -147,24 +140,20 @@ def test_a_sparse_average_is_the_sum_divided(hvd: Any) -> None:
         assert torch.equal(average, torch.div(total, hvd.size(), rounding_mode=rounding)), dtype
 
 
-@contextmanager
-def one_rank_flushing(hvd: Any) -> Iterator[None]:
-    """The last rank flushes subnormal numbers to zero, as a script asks PyTorch for."""
+def check_flushing(hvd: Any, what: Any, reduce: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Check that all ranks reduce to the same bits, not to zeros, where the last one flushes subnormal numbers."""
     last = hvd.rank() == hvd.size() - 1
-    if last and not torch.set_flush_denormal(True):
+    if last and not torch.set_flush_denormal(True):  # as a script asks PyTorch for
         raise Skip("this processor flushes no subnormal numbers")
     try:
-        yield
+        made = reduce(*arguments, **options)
     finally:
-        torch.set_flush_denormal(False)
-
-
-def assert_same_bits_and_not_zero(hvd: Any, result: torch.Tensor, what: Any) -> None:
-    torch.set_flush_denormal(False)  # comparing would take subnormal numbers for zero
-    # All ranks ask before one fails, so that no other waits for it.
-    everyone = hvd.allgather_object(result.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    assert len(set(everyone)) == 1, what
-    assert bool((result != 0).any()), what
+        torch.set_flush_denormal(False)  # comparing would take subnormal numbers for zero
+    for result in made if isinstance(made, list) else [made]:
+        # All ranks ask before one fails, so that no other waits for it.
+        everyone = hvd.allgather_object(result.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        assert len(set(everyone)) == 1, what
+        assert bool((result != 0).any()), what
 
 
 def tiny(hvd: Any, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -181,21 +170,19 @@ def test_all_ranks_have_the_same_bits_where_one_flushes_subnormal_numbers(hvd: A
                 "scaled": lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=1.7, postscale_factor=0.7),
                 "group": lambda x: hvd.grouped_allreduce([x, torch.ones(3)])[0],
             }.items():
-                with one_rank_flushing(hvd):
-                    result = reduce(mine)
-                assert_same_bits_and_not_zero(hvd, result, (name, dtype, elements))
+                check_flushing(hvd, (name, dtype, elements), reduce, mine)
 
 
 def test_so_it_is_with_adasum_and_with_sparse_averages(hvd: Any) -> None:
     if hvd.size() == 2:  # Adasum needs a power of two
         numbers = tiny(hvd, 4097)
-        with one_rank_flushing(hvd):
-            result = hvd.allreduce(numbers, op=hvd.Adasum)
-        assert_same_bits_and_not_zero(hvd, result, "adasum")
+        check_flushing(hvd, "adasum", hvd.allreduce, numbers, op=hvd.Adasum)
     sparse = torch.sparse_coo_tensor(torch.arange(50)[None], tiny(hvd, 50), (60,), check_invariants=True)
-    with one_rank_flushing(hvd):
-        result = hvd.sparse_allreduce_async(sparse, name="sparse", op=hvd.Average)()
-    assert_same_bits_and_not_zero(hvd, result.coalesce().values(), "sparse")
+
+    def average() -> torch.Tensor:
+        return hvd.sparse_allreduce_async(sparse, name="sparse", op=hvd.Average)().coalesce().values()
+
+    check_flushing(hvd, "sparse", average)
 
 
 def test_so_it_is_with_codecs(hvd: Any) -> None:
@@ -211,27 +198,22 @@ def test_so_it_is_with_codecs(hvd: Any) -> None:
         (hvd.Compression.bf16, 1.0),
     ):
         mine = (tiny(hvd, 4096).double() * size).float()
-        with one_rank_flushing(hvd):
-            result = hvd.allreduce(mine, compression=codec)
-        assert_same_bits_and_not_zero(hvd, result, codec)
+        check_flushing(hvd, codec, hvd.allreduce, mine, compression=codec)
 
 
 def test_so_it_is_with_products_of_low_rank(hvd: Any) -> None:
-    weight = torch.nn.Parameter(torch.zeros(64, 64))
-    bias = torch.nn.Parameter(torch.zeros(64))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([weight, bias], lr=1.0),
-        [("weight", weight), ("bias", bias)],
-        compression=hvd.Compression.powersgd(2, compress="everywhere"),
-    )
+    net = nn.ParameterList([torch.zeros(64, 64), torch.zeros(64)])
+    optimizer = distributed_sgd(hvd, net, compression=hvd.Compression.powersgd(2, compress="everywhere"))
     # Vectors of which some elements are as small, in a product that is not.
     of_weight = (normal(hvd.rank(), 4096).view(64, 64).double() * torch.logspace(-41, -8, 64)).float()
     of_bias = tiny(hvd, 64)
+
+    def reduce() -> list[torch.Tensor]:
+        optimizer.synchronize()
+        return gradients(net)
+
     for _ in range(3):
         optimizer.zero_grad()
-        ((weight * of_weight).sum() + (bias * of_bias).sum()).backward()
-        with one_rank_flushing(hvd):
-            optimizer.synchronize()
-        for name, parameter in (("weight", weight), ("bias", bias)):
-            assert_same_bits_and_not_zero(hvd, parameter.grad, name)
+        ((net[0] * of_weight).sum() + (net[1] * of_bias).sum()).backward()
+        check_flushing(hvd, "low rank", reduce)
         update(optimizer)

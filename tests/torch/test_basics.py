@@ -22,40 +22,31 @@ from hvdkit.torch.gradients.names import check_names
 from hvdkit.torch.ops.framework import HUGE_BYTES, host_like
 from tests.told import told
 
-REDUCTION = "average name op prescale_factor postscale_factor process_set"
-SIGNATURES = {
+# Functions, and the names of their arguments.
+GROUPED = {
     "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
-    "allreduce_": f"tensor {REDUCTION}",
-    "allreduce_async": f"tensor {REDUCTION}",
-    "allreduce_async_": f"tensor {REDUCTION}",
-    "grouped_allreduce": "tensors average name compression op prescale_factor postscale_factor process_set",
-    "grouped_allreduce_": f"tensors {REDUCTION}",
-    "grouped_allreduce_async": f"tensors {REDUCTION}",
-    "grouped_allreduce_async_": f"tensors {REDUCTION}",
-    "sparse_allreduce_async": "tensor name op process_set",
-    "allgather": "tensor name process_set",
-    "allgather_async": "tensor name process_set",
-    "grouped_allgather": "tensors name process_set",
-    "grouped_allgather_async": "tensors name process_set",
-    "broadcast": "tensor root_rank name process_set",
-    "broadcast_": "tensor root_rank name process_set",
-    "broadcast_async": "tensor root_rank name process_set",
-    "broadcast_async_": "tensor root_rank name process_set",
-    "alltoall": "tensor splits name process_set",
-    "alltoall_async": "tensor splits name process_set",
+    "allreduce_ allreduce_async allreduce_async_": (
+        "tensor average name op prescale_factor postscale_factor process_set"
+    ),
+    "allgather allgather_async": "tensor name process_set",
     "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
     "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
-    "grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
-    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
+}
+ALONE = {
+    "sparse_allreduce_async": "tensor name op process_set",
+    "broadcast broadcast_ broadcast_async broadcast_async_": "tensor root_rank name process_set",
+    "alltoall alltoall_async": "tensor splits name process_set",
     "join": "device",
     "barrier": "process_set",
-    "poll": "handle",
-    "synchronize": "handle",
+    "poll synchronize": "handle",
     "broadcast_parameters": "params root_rank",
     "broadcast_optimizer_state": "optimizer root_rank model",
     "broadcast_object": "obj root_rank name process_set",
     "start_timeline": "file_path mark_cycles",
 }
+SIGNATURES = {name: arguments for names, arguments in (GROUPED | ALONE).items() for name in names.split()}
+for names, arguments in GROUPED.items():
+    SIGNATURES |= {f"grouped_{name}": arguments.replace("tensor", "tensors") for name in names.split()}
 DEFAULTS = {
     "average": None,
     "name": None,

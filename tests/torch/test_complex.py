@@ -204,11 +204,7 @@ def check_training(hvd: Any, dtype: torch.dtype, tolerance: float = 1e-6, passes
         pair.net.first += hvd.rank()
     hvd.broadcast_parameters(pair.net.state_dict(), 0)
     for step in range(3):
-        pair.zero_grad()
-        for part in range(passes):
-            pair.backward(step * passes + part)
-        pair.optimizer.synchronize()
-        pair.check_gradients()
+        pair.reduce(step, passes=passes)
         pair.update()
     hvd.broadcast_optimizer_state(pair.optimizer, 0)
     momentum = pair.optimizer.state[pair.net.first]["momentum_buffer"]

@@ -61,10 +61,19 @@ def every_codec(hvd: Any) -> dict[str, PayloadCodec]:
     return {**codecs(hvd), "dgc": hvd.Compression.dgc(0.05, momentum=0.5, compress=compress(hvd))}
 
 
-def make(hvd: Any, compression: Any, seed: int | None = None, **options: Any) -> tuple[nn.Module, Any]:
-    net = Constant(SHAPES, hvd.rank() if seed is None else seed)
+def make(
+    hvd: Any,
+    compression: Any,
+    seed: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    prefix: str = "",
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """Return a net with the gradients of a seed, which is the rank unless given, and its optimizer."""
+    net = Constant(SHAPES, hvd.rank() if seed is None else seed).to(dtype)
+    names = net.named_parameters(prefix)
     sgd = torch.optim.SGD(net.parameters(), lr=1.0)
-    return net, hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=compression, **options)
+    return net, hvd.DistributedOptimizer(sgd, names, compression=compression, **options)
 
 
 def take_steps(net: nn.Module, optimizer: Any, steps: int) -> None:
@@ -131,11 +140,7 @@ def test_sums_and_factors(hvd: Any) -> None:
 
 def test_other_floating_types(hvd: Any) -> None:
     for dtype, tolerance in ((torch.float64, 0.01), (torch.float16, 0.02), (torch.bfloat16, 0.05)):
-        net = Constant(SHAPES, hvd.rank()).to(dtype)
-        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
-        codec = hvd.Compression.int8(compress=compress(hvd))
-        optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), compression=codec)
-        take_steps(net, optimizer, 2)
+        net, _ = trained(hvd, 2, hvd.Compression.int8(compress=compress(hvd)), dtype=dtype)
         assert_identical(hvd, net.to(torch.float32))
         assert_close(-net.large.detach(), 2 * mean_gradient(hvd, "large"), tolerance)
 
@@ -330,6 +335,7 @@ def test_operations_with_codecs(hvd: Any) -> None:
         (hvd.Compression.topk(0.9, **where), 0.2),
         (hvd.Compression.threshold(0.0, **where), 1e-5),
         (hvd.Compression.bf16, 0.02),
+        (hvd.Compression.fp16, 0.002),
     ):
         before = values.clone()
         result = hvd.allreduce(values, compression=codec, name="one")
@@ -347,17 +353,13 @@ def test_operations_with_codecs(hvd: Any) -> None:
 
 def test_what_casts_did_is_told(hvd: Any) -> None:
     for name, cast in (("fp16", hvd.Compression.fp16), ("bf16", hvd.Compression.bf16)):
-        net = Constant(SHAPES, hvd.rank())
-        names = [(f"told.{name}.{inner}", parameter) for inner, parameter in net.named_parameters()]
-        sgd = torch.optim.SGD(net.parameters(), lr=1.0)
-        optimizer = hvd.DistributedOptimizer(sgd, names, compression=cast)
+        net, optimizer = make(hvd, cast, prefix=f"told.{name}")
         take_steps(net, optimizer, 2)
         stats = hvd.compression_stats()
-        of_codec, line = (
-            stats.by_codec[name],
-            next(one for one in str(stats).split("\n") if one.startswith(f"{name}: ")),
-        )
-        assert all(stats.by_parameter[inner].codec == name for inner, _ in names)
+        of_codec = stats.by_codec[name]
+        line = next(one for one in str(stats).split("\n") if one.startswith(f"{name}: "))
+        ours = [stats.by_parameter[f"told.{name}.{parameter}"] for parameter in SHAPES]
+        assert all(one.codec == name for one in ours)
         lanes = runtime.engine().lanes.values()
         on_device = any(lane.on_device and lane.reducer.layout is None for lane in lanes)  # and not summed in the node
         one_node = hvd.local_size() == hvd.size() and os.environ.get("HVDKIT_NODE_MEMORY") != "0"
@@ -368,7 +370,6 @@ def test_what_casts_did_is_told(hvd: Any) -> None:
             assert of_codec.bytes_before == of_codec.bytes_after == 0, of_codec
             assert "nothing was encoded" in line, line
             continue
-        ours = [stats.by_parameter[inner] for inner, _ in names]
         # Few ranks send short tensors to all at once, which takes more messages and fewer turns than two phases.
         # A parameter's part of a bucket is rounded to whole bytes.
         assert all(1 / hvd.size() <= one.ratio and one.bytes_before <= 2 * one.bytes_after + 2 for one in ours), ours
@@ -378,11 +379,8 @@ def test_what_casts_did_is_told(hvd: Any) -> None:
 
 def test_what_it_did_is_told(hvd: Any) -> None:
     where = {"compress": compress(hvd)}
-    net = Constant(SHAPES, hvd.rank())
-    names = [(f"told.{name}", parameter) for name, parameter in net.named_parameters()]
     policy = {"*.large": hvd.Compression.int8(**where), "*.wide": hvd.Compression.topk(0.05, **where)}
-    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
-    optimizer = hvd.DistributedOptimizer(sgd, names, compression=policy)
+    net, optimizer = make(hvd, policy, prefix="told")
     take_steps(net, optimizer, 3)
     hvd.allreduce(torch.ones(4096), compression=hvd.Compression.int4(**where), name="named")
     stats = hvd.compression_stats()

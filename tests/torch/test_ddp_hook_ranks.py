@@ -23,6 +23,7 @@ from tests.ranks import Skip
 from tests.told import told
 from tests.torch import ddp_hook_support as ddp
 from tests.torch.codec_support import EverySecond
+from tests.torch.data import same
 from tests.torch.optimizer_support import assert_close, digest
 
 pytestmark = [
@@ -43,7 +44,7 @@ class Failing(CustomCodec):
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         Failing.good_calls -= 1
-        if Failing.good_calls < 0 and dist.get_rank() == dist.get_world_size() - 1:
+        if Failing.good_calls < 0 and ddp.is_last():
             raise ZeroDivisionError("on purpose")
         return values
 
@@ -53,7 +54,7 @@ class Failing(CustomCodec):
 
 def test_ranks_with_other_codecs(hvd: Any) -> None:
     ddp.for_several_ranks()
-    odd = dist.get_rank() == dist.get_world_size() - 1
+    odd = ddp.is_last()
     compression = hvd.Compression
     for ours, theirs in (
         (compression.topk(0.05), compression.topk(0.1)),
@@ -73,7 +74,7 @@ def test_ranks_with_other_codecs(hvd: Any) -> None:
 
 def test_ranks_with_other_buckets(hvd: Any) -> None:
     """Which DDP does not compare; ranks agree on parameters."""
-    odd = dist.get_rank() == dist.get_world_size() - 1
+    odd = ddp.is_last()
     for codec in (hvd.Compression.none, hvd.Compression.topk(0.05)):
         # With this DDP keeps the buckets that it has first.
         options = {"find_unused_parameters": True, "bucket_cap_mb": 25 if odd else ddp.SMALL_BUCKETS}
@@ -85,7 +86,7 @@ def test_ranks_with_other_buckets(hvd: Any) -> None:
 def test_ranks_with_other_types(hvd: Any) -> None:
     """Which DDP does not compare either."""
     ddp.for_several_ranks()
-    odd = dist.get_rank() == dist.get_world_size() - 1
+    odd = ddp.is_last()
     dtype = torch.float64 if odd else torch.float32
     job = ddp.constant(hvd, hvd.Compression.int8, dtype, init_sync=False)
     with told(RuntimeError, "Mismatched parameters", "'first' float32[50, 60]", "'first' float64", "HINT"):
@@ -132,31 +133,25 @@ def test_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
     ddp.for_several_ranks()
     hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=LATE_SECONDS))
     job = ddp.Job(ddp.net_of(), hook).steps(2)
-    if dist.get_rank() == 0:
+    rank = dist.get_rank()
+    if rank == 0:
         dist.barrier()  # when the others have given up
-        text = "has left the job"
-    else:
-        text = f"stalled on rank {dist.get_rank()}"
-    with told(RuntimeError, text, f"on rank {dist.get_rank()} with codec int8("):
+    text = "has left the job" if rank == 0 else f"stalled on rank {rank}"
+    with told(RuntimeError, text, f"on rank {rank} with codec int8("):
         job.step()
-    if dist.get_rank() > 0:
+    if rank > 0:
         dist.barrier()
     dist.barrier()
 
 
 def test_registered_as_state_and_hook(hvd: Any) -> None:
     codec = hvd.Compression.topk(0.05)
-    hook, net = hvd.ddp_hook(codec), ddp.net_of()
-    model = DistributedDataParallel(net, bucket_cap_mb=ddp.SMALL_BUCKETS)
-    model.register_comm_hook(hook, hvd.DDPHook.reduce)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
+    hook, job = hvd.ddp_hook(codec), ddp.Job(ddp.net_of(), None)
+    job.model.register_comm_hook(hook, hvd.DDPHook.reduce)
+    job.steps(4)
     expected = ddp.constant(hvd, codec).steps(4)
-    assert ddp.same_weights(net, expected.net)
-    assert ddp.same(hook.state_dict(), expected.hook.state_dict())
+    assert ddp.same_weights(job.net, expected.net)
+    assert same(hook.state_dict(), expected.hook.state_dict())
 
 
 def test_a_part_of_the_ranks(hvd: Any) -> None:
@@ -170,9 +165,8 @@ def test_a_part_of_the_ranks(hvd: Any) -> None:
         model = DistributedDataParallel(ddp.net_of(0), process_group=part)
         with told(ValueError, "the model is on ranks [1, 2], but process_group has ranks [0, 1, 2]", "HINT"):
             hvd.ddp_hook(hvd.Compression.int8, dist.group.WORLD).register(model)
-        again = dist.new_group(
-            ranks, use_local_synchronization=True
-        )  # the same ranks, so it may take the model's place
+        # A group of the same ranks may take the place of the model's.
+        again = dist.new_group(ranks, use_local_synchronization=True)
         hvd.ddp_hook(hvd.Compression.int8, again).register(model)
         model().backward()
         mean = sum(ddp.net_of(rank).wide_gradient for rank in ranks) / 2
@@ -245,8 +239,6 @@ def test_one_hook_for_two_models(hvd: Any) -> None:
         other().backward()
     with told(RuntimeError, ""):
         hvd.ddp_hook(hvd.Compression.int8).register(job.model)
-    with told(TypeError, "expected a DistributedDataParallel, got Constant", "HINT"):
-        hvd.ddp_hook(hvd.Compression.int8).register(ddp.net_of(0))
 
 
 def test_the_thread_ends_with_the_hook(hvd: Any) -> None:

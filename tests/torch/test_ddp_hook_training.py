@@ -15,6 +15,7 @@ from tests.ranks import Skip
 from tests.told import told
 from tests.torch import ddp_hook_support as ddp
 from tests.torch.codec_support import Constant
+from tests.torch.data import same
 from tests.torch.optimizer_support import assert_close
 
 pytestmark = [
@@ -83,7 +84,7 @@ def test_what_is_not_finite_reaches_all_ranks_and_is_not_kept(hvd: Any) -> None:
         job = ddp.constant(hvd, codec).steps(2)
         for odd in (float("nan"), float("inf")):
             gradient = job.net.first_gradient.clone()
-            if dist.get_rank() == dist.get_world_size() - 1:
+            if ddp.is_last():
                 job.net.first_gradient[20, 7] = odd
             job.optimizer.zero_grad()
             job.model().backward()
@@ -106,14 +107,13 @@ def test_resumed_with_the_same_bits(hvd: Any) -> None:
         for states in (saved["hook"], ddp.gathered(saved["hook"])):
             hook = hvd.ddp_hook(codec)
             hook.load_state_dict(states)
-            before, net = hook.state_dict(), ddp.net_of()
-            net.load_state_dict(saved["net"])
-            resumed = ddp.Job(net, hook)
-            assert ddp.same(before, saved["hook"]), name
-            assert ddp.same(hook.state_dict(), saved["hook"]), name
+            assert same(hook.state_dict(), saved["hook"]), name
+            resumed = ddp.Job(ddp.net_of(), hook)
+            resumed.net.load_state_dict(saved["net"])
+            assert same(hook.state_dict(), saved["hook"]), name
             resumed.steps(3)
-            assert ddp.same_weights(net, job.net), name
-            assert ddp.same(hook.state_dict(), job.hook.state_dict()), name
+            assert ddp.same_weights(resumed.net, job.net), name
+            assert same(hook.state_dict(), job.hook.state_dict()), name
         job.net.load_state_dict(saved["net"])  # between two steps
         job.hook.load_state_dict(saved["hook"])
         assert ddp.same_weights(job.steps(3).net, resumed.net), name
@@ -134,44 +134,33 @@ def test_states_of_more_and_fewer_ranks_are_summed(hvd: Any) -> None:
             again = hvd.ddp_hook(codec)
             again.load_state_dict(list(reversed(states)))
             for loaded in (list(reversed(states)), ddp.gathered(again.state_dict())):
-                hook = hvd.ddp_hook(codec)
-                hook.load_state_dict(loaded)
-                job = ddp.Job(ddp.net_of(), hook)
-                back = ddp.owed(hook.state_dict())
+                job = ddp.resumed(hvd, codec, loaded)
+                back = ddp.owed(job.hook.state_dict())
                 assert back.keys() == before.keys()
                 for name in back:
                     assert_close(back[name], before[name], 1e-5)
-                job.steps(3)
-                zero = torch.zeros(())
-                came = {name: 3 * mean + before.get(name, zero) for name, mean in ddp.means().items()}
-                ddp.assert_nothing_lost(job, came)
+                ddp.assert_nothing_lost(job.steps(3), ddp.means_and(3, before))
                 ddp.assert_identical(job.net)
 
 
 def test_another_codec_takes_over_what_was_kept(hvd: Any) -> None:
     ddp.for_several_ranks()
     state = ddp.constant(hvd, hvd.Compression.topk(0.01)).steps(3).hook.state_dict()
-    before = ddp.owed(state)
-    zero = torch.zeros(())
-    came = {name: 2 * mean + before.get(name, zero) for name, mean in ddp.means().items()}
+    came = ddp.means_and(2, ddp.owed(state))
     for codec in (hvd.Compression.int8, hvd.Compression.none):
-        hook = hvd.ddp_hook(codec)
-        hook.load_state_dict(state)
-        ddp.assert_nothing_lost(ddp.Job(ddp.net_of(), hook).steps(2), came)
+        ddp.assert_nothing_lost(ddp.resumed(hvd, codec, state).steps(2), came)
 
 
 def test_a_state_that_cannot_be_used_is_an_error_in_the_first_step(hvd: Any) -> None:
-    state = ddp.constant(hvd, hvd.Compression.int8).steps(3).hook.state_dict()
-    hook = hvd.ddp_hook(hvd.Compression.int8)
-    hook.load_state_dict({**state, "shapes": [shape[::-1] for shape in state["shapes"]]})
+    int8 = hvd.Compression.int8
+    state = ddp.constant(hvd, int8).steps(3).hook.state_dict()
+    turned = {**state, "shapes": [shape[::-1] for shape in state["shapes"]]}
     with told(RuntimeError, "ValueError", "the state_dict is of another model", "60 x 50", "50 x 60"):
-        ddp.Job(ddp.net_of(), hook).step()
+        ddp.resumed(hvd, int8, turned).step()
     ddp.for_several_ranks()
-    hook = hvd.ddp_hook(hvd.Compression.int8)
-    if dist.get_rank() == 0:
-        hook.load_state_dict(state)
+    job = ddp.resumed(hvd, int8, state) if dist.get_rank() == 0 else ddp.constant(hvd, int8)
     with told(RuntimeError, "Mismatched numbers of earlier steps", "rank 0 sent 3", "sent 0", "HINT"):
-        ddp.Job(ddp.net_of(), hook).step()
+        job.step()
 
 
 def test_a_state_on_some_ranks_only_between_two_steps(hvd: Any) -> None:
@@ -210,9 +199,7 @@ class Sometimes(Constant):
 
 
 def test_parameters_that_are_not_used(hvd: Any) -> None:
-    hook = hvd.ddp_hook(hvd.Compression.int8)
-    job = ddp.Job(Sometimes(), hook, find_unused_parameters=True)
-    job.steps(4)
+    job = ddp.Job(Sometimes(), hvd.ddp_hook(hvd.Compression.int8), find_unused_parameters=True).steps(4)
     assert_close(-job.net.first.detach(), 4 * ddp.means()["first"], 0.02)
     assert_close(-job.net.wide.detach(), 2 * ddp.means()["wide"], 0.02)
     assert not job.net.never.any()
@@ -222,11 +209,10 @@ def test_frozen_and_shared_parameters(hvd: Any) -> None:
     net = ddp.net_of()
     net.wide.requires_grad_(False)
     net.again = net.first
-    hook = hvd.ddp_hook(hvd.Compression.int8)
-    ddp.Job(net, hook).steps(3)
+    job = ddp.Job(net, hvd.ddp_hook(hvd.Compression.int8)).steps(3)
     assert not net.wide.any()
     assert_close(-net.first.detach(), 3 * ddp.means()["first"], 0.02)
-    assert hook.state_dict()["shapes"] == [list(shape) for name, shape in ddp.SHAPES.items() if name != "wide"]
+    assert job.hook.state_dict()["shapes"] == [list(shape) for name, shape in ddp.SHAPES.items() if name != "wide"]
 
 
 def test_matrices_in_the_order_of_memory(hvd: Any) -> None:
@@ -247,15 +233,12 @@ def test_matrices_in_the_order_of_memory(hvd: Any) -> None:
 def test_complex_parameters(hvd: Any) -> None:
     net = nn.Module()
     net.weight = nn.Parameter(torch.zeros(40, 50, dtype=torch.complex64))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    gradient = torch.randn(40, 50, 2, generator=generator)
+    gradient = torch.randn(40, 50, 2, generator=torch.Generator().manual_seed(dist.get_rank()))
     net.forward = lambda: (torch.view_as_real(net.weight) * gradient).sum()
-    hook = hvd.ddp_hook(hvd.Compression.int8)
-    job = ddp.Job(net, hook).steps(4)
-    assert hook.state_dict()["shapes"] == [[40, 50, 2]]
-    assert_close(
-        -torch.view_as_real(job.net.weight.detach()), 4 * sum(ddp.gathered(gradient)) / dist.get_world_size(), 0.02
-    )
+    job = ddp.Job(net, hvd.ddp_hook(hvd.Compression.int8)).steps(4)
+    assert job.hook.state_dict()["shapes"] == [[40, 50, 2]]
+    mean = sum(ddp.gathered(gradient)) / dist.get_world_size()
+    assert_close(-torch.view_as_real(net.weight.detach()), 4 * mean, 0.02)
 
 
 def test_tensors_on_cuda(hvd: Any) -> None:
@@ -267,4 +250,4 @@ def test_tensors_on_cuda(hvd: Any) -> None:
         net = ddp.net_of().to(device)
         job = ddp.Job(net, hvd.ddp_hook(codec)).steps(4)
         assert ddp.same_weights(net.cpu(), on_host.net), name
-        assert ddp.same(job.hook.state_dict(), on_host.hook.state_dict()), name
+        assert same(job.hook.state_dict(), on_host.hook.state_dict()), name

@@ -80,30 +80,28 @@ def test_reductions_that_do_not_work_are_told_with_those_that_do(hvd):
         hvd.allreduce(tensor if hvd.size() == 3 else tensor.long(), op=hvd.Adasum)
 
 
+def refused(kind: type[Exception], texts: tuple[str, ...], call: Callable[..., Any], *given: Any, **named: Any) -> None:
+    with told(kind, *texts):
+        call(*given, **named)
+
+
 def test_other_arguments_of_the_wrong_type_or_value(hvd):
-    size, ones = hvd.size(), torch.ones
-    operations = tensor_operations(hvd)
-    rows: list[tuple[Any, ...]] = [
-        (TypeError, (f"{name}: name", "int"), lambda operation=operation: operation(ones(size), name=3))
-        for name, operation in operations.items()
-    ]
+    size, ones, operations = hvd.size(), torch.ones, tensor_operations(hvd)
+    for name, operation in operations.items():
+        refused(TypeError, (f"{name}: name", "int"), operation, ones(size), name=3)
     for argument in ("prescale_factor", "postscale_factor"):
-        rows += [
-            (TypeError, (argument, "'x'"), lambda argument=argument: hvd.allreduce(ones(1), **{argument: "x"})),
-            (TypeError, (argument, "None"), lambda argument=argument: hvd.reducescatter(ones(1), **{argument: None})),
-        ]
+        refused(TypeError, (argument, "'x'"), hvd.allreduce, ones(1), **{argument: "x"})
+        refused(TypeError, (argument, "None"), hvd.reducescatter, ones(1), **{argument: None})
     for root in (-1, size, 1000):
-        rows += [
-            (ValueError, ("broadcast: root_rank", str(root)), lambda root=root: hvd.broadcast(ones(1), root)),
-            (ValueError, ("broadcast_object: root_rank",), lambda root=root: hvd.broadcast_object(1, root)),
-            (ValueError, ("root_rank",), lambda root=root: hvd.broadcast_parameters([ones(1)], root)),
-        ]
+        refused(ValueError, ("broadcast: root_rank", str(root)), hvd.broadcast, ones(1), root)
+        refused(ValueError, ("broadcast_object: root_rank",), hvd.broadcast_object, 1, root)
+        refused(ValueError, ("root_rank",), hvd.broadcast_parameters, [ones(1)], root)
     for root in (None, "0", 0.0):
-        rows.append((TypeError, ("broadcast_: root_rank",), lambda root=root: hvd.broadcast_(ones(1), root)))
+        refused(TypeError, ("broadcast_: root_rank",), hvd.broadcast_, ones(1), root)
     for name in ("allgather", "allgather_async", "alltoall", "alltoall_async", "reducescatter", "reducescatter_async"):
-        rows.append((ValueError, (name, "0-d", "HINT"), lambda name=name: operations[name](torch.tensor(1.0))))
+        refused(ValueError, (name, "0-d", "HINT"), operations[name], torch.tensor(1.0))
     for name in ("allreduce_", "allreduce_async_", "broadcast_", "broadcast_async_"):
-        rows.append((ValueError, (name, "expanded", "HINT"), lambda name=name: operations[name](ones(1).expand(4))))
+        refused(ValueError, (name, "expanded", "HINT"), operations[name], ones(1).expand(4))
     for splits, kind, text in (
         ([1] * (size + 1), ValueError, "one entry for each worker"),
         ([-1] * size, ValueError, "negative"),
@@ -113,22 +111,15 @@ def test_other_arguments_of_the_wrong_type_or_value(hvd):
         (ones(size, 1).int(), TypeError, "splits"),
         (2, TypeError, "splits"),
     ):
-        rows.append((kind, (text,), lambda splits=splits: hvd.alltoall(ones(2 * size), splits=splits)))
-    unregistered = hvd.ProcessSet([0])
-    rows += [
-        (ValueError, ("not an even multiple",), lambda: hvd.alltoall(ones(size + 1))),
-        (TypeError, ("process_set", "list"), lambda: hvd.allreduce(ones(1), process_set=[0])),
-        (TypeError, ("process_set", "list"), lambda: hvd.barrier(process_set=[0])),
-        (ValueError, ("registered", "HINT"), lambda: hvd.allgather(ones(1), process_set=unregistered)),
-        (ValueError, ("handle 123456789",), lambda: hvd.poll(123456789)),
-    ]
-    for kind, texts, call in rows:
-        with told(kind, *texts):
-            call()
+        refused(kind, (text,), hvd.alltoall, ones(2 * size), splits=splits)
+    refused(ValueError, ("not an even multiple",), hvd.alltoall, ones(size + 1))
+    refused(TypeError, ("process_set", "list"), hvd.allreduce, ones(1), process_set=[0])
+    refused(TypeError, ("process_set", "list"), hvd.barrier, process_set=[0])
+    refused(ValueError, ("registered", "HINT"), hvd.allgather, ones(1), process_set=hvd.ProcessSet([0]))
     handle = hvd.allreduce_async(ones(1))
     hvd.synchronize(handle)
-    with told(ValueError, f"handle {handle}"):
-        hvd.poll(handle)
+    for unknown in (handle, 123456789):
+        refused(ValueError, (f"handle {unknown}",), hvd.poll, unknown)
 
 
 def test_a_name_that_is_in_flight(hvd):
@@ -239,9 +230,9 @@ def test_splits_that_are_wrong_on_one_rank(hvd):
 ROWS = 6
 
 
-def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def model(dtype: torch.dtype = torch.float32, width: int = 4) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+    return nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2)).to(dtype)
 
 
 def step(hvd: Any, optimizer: Any, net: nn.Module) -> None:
@@ -280,6 +271,7 @@ def test_optimizers_that_differ_in_one_thing(hvd: Any) -> None:
     codecs = {True: hvd.Compression.fp16, False: hvd.Compression.none}
     for make, *texts in (
         (lambda odd: {"net": model(torch.float64 if odd else torch.float32)}, "'0.weight'", "float32", "float64"),
+        (lambda odd: {"net": model(width=5 if odd else 4)}, "'0.weight'", "[4, 3]", "[5, 3]"),
         (renamed, "'odd.0.weight'", "'0.weight'"),
         (lambda odd: {"op": hvd.Max if odd else hvd.Sum}, "reduce operations", "MAX", "SUM"),
         (lambda odd: {"compression": codecs[odd]}, "compressions", "fp16", "none"),

@@ -15,8 +15,9 @@ from tests.forking import forked, in_child
 from tests.on_ranks import on_ranks
 from tests.ranks import TORCH, run_ranks
 from tests.told import told
+from tests.torch import forked_endings
 from tests.torch.operations import still_works
-from tests.torch.optimizer_support import update
+from tests.torch.optimizer_support import distributed_sgd, update
 
 pytestmark = on_ranks(2)
 
@@ -32,10 +33,8 @@ def answers(hvd: Any) -> list[Any]:
 
 def test_a_child_keeps_what_its_parent_had_when_it_was_forked(hvd: Any) -> None:
     """Gradients, and what a hook made of them: the parent drops them and goes on, as after a checkpoint's fork."""
-    weights = [torch.nn.Parameter(torch.ones(elements)) for elements in (1 << 16, 1 << 18, 100)]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(weights, 0.0), [(str(i), one) for i, one in enumerate(weights)], op=hvd.Sum
-    )
+    weights = torch.nn.ParameterList([torch.ones(elements) for elements in (1 << 16, 1 << 18, 100)])
+    optimizer = distributed_sgd(hvd, weights, lr=0.0, op=hvd.Sum)
     statistics: list[torch.Tensor] = []
     weights[0].register_hook(lambda gradient: statistics.append(gradient * 6))
 
@@ -153,7 +152,6 @@ def test_collective_calls_raise_at_once(hvd: Any) -> None:
 
 
 def test_shutdown_and_init_in_a_child_are_its_own(hvd: Any) -> None:
-
     def check() -> None:
         expected = answers(hvd)
         hvd.init()  # as a second call
@@ -172,10 +170,6 @@ def test_shutdown_and_init_in_a_child_are_its_own(hvd: Any) -> None:
     still_works(hvd)
 
 
-ENDINGS = "tests.torch.forked_endings"
-WAYS = ("returns", "exits", "exits with 3", "caught", "raises", "leaves")
-
-
 @pytest.mark.parametrize(
     ("transport", "arguments", "variables"),
     [
@@ -186,9 +180,9 @@ WAYS = ("returns", "exits", "exits with 3", "caught", "raises", "leaves")
     ],
 )
 def test_children_end_however_they_like(transport: str, arguments: list[str], variables: dict[str, str]) -> None:
-    command = [sys.executable, "-m", ENDINGS, *arguments]
+    command = [sys.executable, "-m", forked_endings.__name__, *arguments]
     status, output = run_ranks(command, 2, transport, timeout=200, preload=TORCH, **variables)
     assert status == 0, output
     assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
-    for way in WAYS:
+    for way in forked_endings.WAYS:
         assert output.count(f"CHILD {way} CLEANED UP") == 2, output

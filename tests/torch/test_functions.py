@@ -7,7 +7,9 @@ from torch import nn
 
 from tests.on_ranks import on_ranks
 from tests.told import told
-from tests.torch.data import MOVABLE, equal, values
+from tests.torch.data import MOVABLE, equal, same, values
+from tests.torch.optimizer_support import assert_identical
+from tests.torch.ownership_support import assert_same_bits
 
 pytestmark = on_ranks(2, 3)
 
@@ -155,16 +157,6 @@ def trained(kind, options, steps: int, seed: int):
     return parameters, optimizer
 
 
-def same(left, right) -> bool:
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return left == right
-
-
 def check_broadcast(hvd, kind, options, root_steps: int, other_steps: int, root: int) -> None:
     parameters, optimizer = trained(kind, options, root_steps if hvd.rank() == root else other_steps, hvd.rank())
     _, expected = trained(kind, options, root_steps, root)
@@ -180,8 +172,7 @@ def check_broadcast(hvd, kind, options, root_steps: int, other_steps: int, root:
     hvd.broadcast_parameters(parameters, root)
     give_gradients(parameters, kind is torch.optim.SparseAdam, seed=99)
     optimizer.step()
-    for tensor in parameters:
-        assert all(same(tensor.detach(), other) for other in hvd.allgather_object(tensor.detach()))
+    assert_same_bits(hvd, parameters)
 
 
 def test_every_optimizer_whatever_steps_ranks_have_made(hvd):
@@ -255,8 +246,7 @@ def test_a_distributed_optimizer_of_which_a_parameter_is_frozen(hvd):
     optimizer.zero_grad()
     model(torch.full((2, 20), float(hvd.rank()))).sum().backward()
     optimizer.step()
-    weights = hvd.allgather_object(model.weight.detach())
-    assert all(same(weight, weights[0]) for weight in weights)
+    assert_identical(hvd, model)
 
 
 def test_optimizers_that_cannot_be_broadcast_are_an_error_on_every_rank(hvd):

@@ -13,14 +13,7 @@ from torch import nn
 from hvdkit.arena import ARENA
 from tests.on_ranks import on_ranks
 from tests.told import told
-from tests.torch.optimizer_support import (
-    Comparison,
-    assert_close,
-    assert_identical,
-    distributed_sgd,
-    gradients,
-    update,
-)
+from tests.torch.optimizer_support import Comparison, assert_close, assert_identical, distributed_sgd, gradients, update
 from tests.torch.ownership_support import (
     assert_born_in_arena,
     assert_same_bits,
@@ -40,32 +33,23 @@ pytestmark = [
 ]
 
 
-class TwoOfOneShape(nn.Module):
-    """Two parameters whose gradients autograd makes as one tensor's views, as far as it likes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.p = nn.Parameter(torch.randn(128, 160))
-        self.q = nn.Parameter(torch.randn(160, 128))
-
-
 def test_two_gradients_in_one_storage_are_both_right(hvd: Any) -> None:
     for op, factor in ((hvd.Average, 1.0), (hvd.Sum, float(hvd.size()))):
-        net = TwoOfOneShape()
+        # Autograd makes the gradients of both as one tensor's views, as far as it likes.
+        net = nn.ParameterList([randn(3, 128, 160, dtype=torch.float32), randn(4, 160, 128, dtype=torch.float32)])
         optimizer = distributed_sgd(hvd, net, op=op)
         for step in range(4):
             numbers = [randn(10 * step + rank, 160 * 128, dtype=torch.float32) for rank in range(hvd.size())]
             optimizer.zero_grad(set_to_none=step < 3)
-            ((net.p.view(-1) + net.q.view(-1)) * numbers[hvd.rank()]).sum().backward()
+            ((net[0].view(-1) + net[1].view(-1)) * numbers[hvd.rank()]).sum().backward()
             optimizer.synchronize()
             wanted = torch.stack(numbers).mean(0) * factor
-            assert_close(net.p.grad.view(-1), wanted, what="p")
-            assert_close(net.q.grad.view(-1), wanted, what="q")
+            for number, gradient in enumerate(gradients(net)):
+                assert_close(gradient.view(-1), wanted, what=f"gradient {number}")
             assert_same_bits(hvd, gradients(net))
-            net.p.grad.mul_(3)  # what is done with one gradient is not done with the other
-            assert_close(net.q.grad.view(-1), wanted, what="q")
-            net.p.grad.div_(3)
+            net[0].grad.mul_(3)  # what is done with one gradient is not done with the other
+            assert_close(net[1].grad.view(-1), wanted, what="the other gradient")
+            net[0].grad.div_(3)
 
 
 def test_one_tensor_as_the_gradient_of_two_parameters(hvd: Any) -> None:
@@ -92,11 +76,8 @@ def test_a_flat_buffer_of_gradients_stays_one(hvd: Any) -> None:
         parameter.grad = flat[begin : begin + parameter.numel()].view_as(parameter)
         begin += parameter.numel()
     for step in range(4):
-        pair.zero_grad(set_to_none=False)
-        pair.backward(step)
-        pair.optimizer.synchronize()
+        pair.reduce(step, set_to_none=False)
         assert_close(flat, torch.cat([gradient.view(-1) for gradient in gradients(pair.alone)]), 1e-12)
-        pair.check_gradients()
         for gradient in (flat, *gradients(pair.alone)):
             gradient.mul_(0.5)
         pair.update()
@@ -199,10 +180,8 @@ def check_products(hvd: Any, net: nn.ParameterList, relative: dict[torch.dtype, 
     for step in range(3):
         optimizer.zero_grad()
         numbers = [randn(number, *one.shape).to(one.dtype) for number, one in enumerate(net)]
-        loss = sum(
-            ((hvd.rank() + 1) * (step + 1) * one * each).sum().double() for one, each in zip(net, numbers, strict=True)
-        )
-        loss.backward()
+        factor = (hvd.rank() + 1) * (step + 1)
+        sum((factor * one * each).sum().double() for one, each in zip(net, numbers, strict=True)).backward()
         assert_born_in_arena(gradients(net))
         optimizer.synchronize()
         for gradient, number in zip(gradients(net), numbers, strict=True):

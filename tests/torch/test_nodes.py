@@ -1,14 +1,19 @@
-"""The same operations and optimizers where ranks lie on several nodes, and where those of one node share no memory."""
+"""Whole jobs: the same bits where ranks lie on several nodes and where those of a node share no memory; a timeline."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ranks import TORCH, run_ranks
+
+STEPS = 4  # of each model that tests/torch/weights.py trains
 
 WEIGHTS = [sys.executable, "-m", "tests.torch.weights"]
 
@@ -79,9 +84,9 @@ NOTHING_LOCKED = hidden(
 )
 
 
-def train(command: list[str], ranks: int, transport: str, per_node: int | None = None) -> tuple[list[str], str]:
+def train(command: list[str], ranks: int, transport: str, **options: Any) -> tuple[list[str], str]:
     """All ranks' digests, and all that was printed."""
-    status, output = run_ranks(command, ranks, transport, per_node=per_node, preload=TORCH)
+    status, output = run_ranks(command, ranks, transport, preload=TORCH, **options)
     assert status == 0, output
     digests = re.findall(r"DIGEST ([0-9a-f]{64})", output)
     assert len(digests) == ranks, output
@@ -102,7 +107,7 @@ def digest_in_shared_memory(transport: str) -> str:
 def test_all_ranks_on_all_transports_hold_the_same_bits(ranks: int, per_node: int) -> None:
     digests, compressed = [], []
     for transport in ("mpi", "torch"):
-        of_ranks, output = train(WEIGHTS, ranks, transport, per_node)
+        of_ranks, output = train(WEIGHTS, ranks, transport, per_node=per_node)
         digests += of_ranks
         compressed += re.findall(r"COMPRESSED ([0-9a-f]{64})", output)
     assert len(set(digests)) == 1
@@ -143,3 +148,24 @@ def test_less_than_most_kernels_allow_is_enough_for_shared_memory(
     assert "shared memory" not in output
     assert "share no memory" not in output
     assert set(digests) == {digest_in_shared_memory(transport)}
+
+
+@pytest.mark.essential(transport="mpi")
+def test_horovod_timeline_writes_a_trace_of_what_rank_0_did(transport: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    train(WEIGHTS, 2, transport, HOROVOD_TIMELINE=str(path), HOROVOD_TIMELINE_MARK_CYCLES="1")
+    events = json.loads(path.read_text())
+    rows = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    reductions = [
+        event
+        for event in events
+        if event["ph"] == "B" and event["name"] == "ALLREDUCE" and re.match(r"SGD.*bucket", rows[event["tid"]])
+    ]
+    assert len(reductions) >= STEPS
+    assert all(event["args"]["bytes"] > 0 for event in reductions)
+    for row in rows:
+        phases = [event["ph"] for event in events if event["tid"] == row and event["ph"] in "BE"]
+        assert phases.count("B") == phases.count("E"), rows[row]
+    names = {event["name"] for event in events if "name" in event}
+    assert any(name.startswith("NEGOTIATE_") for name in names), names
+    assert any("CYCLE" in name for name in names), names

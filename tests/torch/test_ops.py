@@ -19,7 +19,7 @@ import torch
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip, place_on_node
 from tests.told import told
-from tests.torch.data import INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, total, values
+from tests.torch.data import INTEGERS, MOVABLE, REDUCIBLE, SHAPES, all_values, equal, mean, reductions, total, values
 
 pytestmark = [
     on_ranks(1, 2, 3, 4, every_size=True),
@@ -49,14 +49,8 @@ def test_operations_leave_no_cycles(hvd):
 def test_allreduce_reduces_every_type_and_dimension_in_every_way(hvd):
     for dtype, shape in itertools.product(REDUCIBLE, SHAPES):
         inputs = all_values(hvd.size(), shape, dtype)
-        stacked = torch.stack(inputs).double()
-        for op, expected in (
-            (hvd.Sum, stacked.sum(dim=0)),
-            (hvd.Min, stacked.amin(dim=0)),
-            (hvd.Max, stacked.amax(dim=0)),
-            (hvd.Product, stacked.prod(dim=0)),
-        ):
-            assert equal(hvd.allreduce(inputs[hvd.rank()], op=op), expected.to(dtype)), (op, dtype, shape)
+        for op, expected in reductions(hvd, inputs):
+            assert equal(hvd.allreduce(inputs[hvd.rank()], op=op), expected), (op, dtype, shape)
         average = hvd.allreduce(inputs[hvd.rank()])
         assert average.dtype == dtype
         assert torch.allclose(average.double(), mean(inputs).double(), rtol=0 if dtype in INTEGERS else 1e-2)
@@ -168,10 +162,11 @@ def test_poll_becomes_true_and_synchronize_answers_once(hvd):
     assert hvd.synchronize(10**9) is None
 
 
-def check_group(hvd, grouped, grouped_async, inputs, expected, **options):
+def check_group(hvd, operation, inputs, expected, **options):
     """Check an operation on this rank's tensors of many types and shapes, of which ``inputs`` has all ranks'."""
     own = [tensors[hvd.rank()] for tensors in inputs]
-    outputs, later = grouped(own, **options), hvd.synchronize(grouped_async(own, **options))
+    outputs = getattr(hvd, f"grouped_{operation}")(own, **options)
+    later = hvd.synchronize(getattr(hvd, f"grouped_{operation}_async")(own, **options))
     assert isinstance(outputs, list)
     assert isinstance(later, tuple)
     for results in (outputs, later):
@@ -182,19 +177,17 @@ def check_group(hvd, grouped, grouped_async, inputs, expected, **options):
 def test_groups_mix_types_and_shapes(hvd):
     kinds = list(itertools.product(REDUCIBLE, SHAPES))
     inputs = [all_values(hvd.size(), shape, dtype, seed=n) for n, (dtype, shape) in enumerate(kinds)]
-    check_group(
-        hvd, hvd.grouped_allreduce, hvd.grouped_allreduce_async, inputs, [*map(total, inputs)], op=hvd.Sum, name="group"
-    )
+    check_group(hvd, "allreduce", inputs, [*map(total, inputs)], op=hvd.Sum, name="group")
     kinds = list(itertools.product(MOVABLE, SHAPES[1:]))
     inputs = [
         [values(rank, (rank + n % 3, *shape[1:]), dtype, seed=n) for rank in range(hvd.size())]
         for n, (dtype, shape) in enumerate(kinds)
     ]
-    check_group(hvd, hvd.grouped_allgather, hvd.grouped_allgather_async, inputs, [*map(torch.cat, inputs)])
+    check_group(hvd, "allgather", inputs, [*map(torch.cat, inputs)])
     kinds = [(dtype, (rows, 3)) for dtype, rows in itertools.product(REDUCIBLE, (1, 4, 6))]
     inputs = [all_values(hvd.size(), shape, dtype, seed=n) for n, (dtype, shape) in enumerate(kinds)]
     shares = [torch.tensor_split(total(tensors), hvd.size())[hvd.rank()] for tensors in inputs]
-    check_group(hvd, hvd.grouped_reducescatter, hvd.grouped_reducescatter_async, inputs, shares, op=hvd.Sum)
+    check_group(hvd, "reducescatter", inputs, shares, op=hvd.Sum)
 
 
 def test_grouped_allreduce_in_place(hvd):
@@ -325,13 +318,7 @@ def test_no_element_and_one_element_of_every_type(hvd):
             expected.append((handle, result))
 
         if dtype in REDUCIBLE:
-            stacked = torch.stack(inputs).double()
-            for op, result in (
-                (hvd.Sum, total(inputs)),
-                (hvd.Min, stacked.amin(dim=0).to(dtype)),
-                (hvd.Max, stacked.amax(dim=0).to(dtype)),
-                (hvd.Product, stacked.prod(dim=0).to(dtype)),
-            ):
+            for op, result in reductions(hvd, inputs):
                 start(hvd.allreduce_async(mine, op=op), result)
                 start(hvd.allreduce_async_(mine.clone(), op=op), result)
             start(hvd.grouped_allreduce_async([mine, mine.clone()], op=hvd.Sum), (total(inputs),) * 2)
@@ -394,6 +381,17 @@ def _read_only(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield memory.view(tensor.dtype).view(tensor.shape)
 
 
+def _in_every_form(hvd, name: str, tensor: torch.Tensor, **options) -> list[torch.Tensor]:
+    """What the forms of an operation give that leave their inputs alone."""
+    group = [tensor, tensor[:0], tensor]
+    return [
+        getattr(hvd, name)(tensor, **options),
+        hvd.synchronize(getattr(hvd, f"{name}_async")(tensor, **options)),
+        *getattr(hvd, f"grouped_{name}")(group, **options)[::2],
+        *hvd.synchronize(getattr(hvd, f"grouped_{name}_async")(group, **options))[::2],
+    ]
+
+
 def test_inputs_may_be_read_only(hvd):
     size, rank = hvd.size(), hvd.rank()
     for rows, dtype in itertools.product((12, 6_000), (torch.float32, torch.bfloat16, torch.int64)):
@@ -403,23 +401,11 @@ def test_inputs_may_be_read_only(hvd):
         rows_for_me = torch.cat([torch.tensor_split(one, size)[rank] for one in inputs])
         with _read_only(inputs[rank]) as tensor:
             for factor, factors in ((1, {}), (2, {"prescale_factor": 2.0}), (2, {"postscale_factor": 2.0})):
-                options = {"op": hvd.Sum, **factors}
-                results = [
-                    hvd.allreduce(tensor, **options),
-                    hvd.synchronize(hvd.allreduce_async(tensor, **options)),
-                    hvd.grouped_allreduce([tensor, tensor[:0], tensor], **options)[2],
-                    hvd.synchronize(hvd.grouped_allreduce_async([tensor, tensor[:0], tensor], **options))[2],
-                ]
-                assert all(equal(result, summed * factor) for result in results)
-                shares = [
-                    hvd.reducescatter(tensor, **options),
-                    hvd.synchronize(hvd.reducescatter_async(tensor, **options)),
-                    *hvd.grouped_reducescatter([tensor, tensor], **options),
-                ]
-                assert all(equal(result, share * factor) for result in shares)
+                for name, expected in (("allreduce", summed * factor), ("reducescatter", share * factor)):
+                    results = _in_every_form(hvd, name, tensor, op=hvd.Sum, **factors)
+                    assert all(equal(result, expected) for result in results), (name, factors)
             assert equal(hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.fp16), summed)
-            for result in (hvd.allgather(tensor), *hvd.grouped_allgather([tensor, tensor])):
-                assert equal(result, gathered)
+            assert all(equal(result, gathered) for result in _in_every_form(hvd, "allgather", tensor))
             for root in range(size):
                 assert equal(hvd.broadcast(tensor, root), inputs[root])
             assert equal(hvd.alltoall(tensor), rows_for_me)

@@ -20,11 +20,13 @@ from tests.torch.optimizer_support import (
     batch,
     digest,
     distributed_sgd,
+    gradients,
     loss_of,
     loss_on,
     make_double,
     make_net,
     sgd,
+    train,
     train_step,
     update,
     wrapped_net,
@@ -54,8 +56,7 @@ def test_parameters_are_bit_identical_on_ranks_and_in_runs(hvd: Any) -> None:
     digests = []
     for _ in range(2):
         net, optimizer = wrapped_net(hvd)
-        for step in range(50):
-            train_step(optimizer, net, batch(hvd.rank(), step))
+        train(hvd, optimizer, net, 50)
         assert_identical(hvd, net)
         digests.append(digest(net))
     assert digests[0] == digests[1]
@@ -69,19 +70,17 @@ def test_sum_min_max_product_reduce_gradients(hvd: Any) -> None:
         hvd.Max: lambda g: g.amax(0),
         hvd.Product: lambda g: g.prod(0),
     }
-    gradients = []
-    for rank in range(hvd.size()):
-        alone = make_net()
-        loss_of(alone, batch(rank), use_spare=True).backward()
-        gradients.append([parameter.grad for parameter in alone.parameters()])
+    alone = [make_net() for _ in range(hvd.size())]
+    for rank, net in enumerate(alone):
+        loss_of(net, batch(rank), use_spare=True).backward()
     for op, reduce in reductions.items():
         net, optimizer = wrapped_net(hvd, op=op)
         for _ in range(2):  # the second step comes through the hooks
             optimizer.zero_grad()
             loss_of(net, batch(hvd.rank()), use_spare=True).backward()
             optimizer.synchronize()
-            for parameter, of_ranks in zip(net.parameters(), zip(*gradients, strict=True), strict=True):
-                assert_close(parameter.grad, reduce(torch.stack(of_ranks)))
+            for gradient, *of_ranks in zip(gradients(net), *map(gradients, alone), strict=True):
+                assert_close(gradient, reduce(torch.stack(of_ranks)))
 
 
 def test_parameters_of_any_type_and_size(hvd: Any) -> None:
@@ -130,11 +129,7 @@ def test_gradients_accumulate_over_backward_passes(hvd: Any) -> None:
         if passes == 1:
             pair.optimizer.set_backward_passes_per_step(1)
             assert pair.optimizer.backward_passes_per_step == 1
-        pair.zero_grad()
-        for part in range(passes):
-            pair.backward(part)
-        pair.optimizer.synchronize()
-        pair.check_gradients()
+        pair.reduce(passes=passes)
 
 
 def test_step_before_all_passes_reduces_what_is_there(hvd: Any) -> None:
@@ -145,10 +140,7 @@ def test_step_before_all_passes_reduces_what_is_there(hvd: Any) -> None:
 def test_gradients_kept_in_place_accumulate_from_zeros(hvd: Any) -> None:
     pair = Comparison(hvd)
     for step in range(3):
-        pair.zero_grad(set_to_none=False)
-        pair.backward(step)
-        pair.optimizer.synchronize()
-        pair.check_gradients()
+        pair.reduce(step, set_to_none=False)
 
 
 def test_ranks_without_a_gradient_contribute_zeros(hvd: Any) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.on_ranks import on_ranks
 from tests.told import told
+from tests.torch.data import same
 from tests.torch.optimizer_support import (
     Comparison,
     assert_identical,
@@ -216,14 +217,6 @@ def test_tensors_swapped_with_gradients_in_flight_are_an_error(hvd: Any) -> None
     swap_all(both.net)
     with told(AssertionError, "were changed after loss.backward()", "HINT"):
         both.optimizer.step()
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def state_dicts(model: Model) -> list[Any]:

@@ -26,6 +26,7 @@ from tests.torch.optimizer_support import (
     make_double,
     make_net,
     no_warnings,
+    sgd,
     train_step,
     wrapped_net,
 )
@@ -33,36 +34,36 @@ from tests.torch.optimizer_support import (
 pytestmark = on_ranks(2, 3)
 
 SCHEDULERS = {
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
-    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
-    "LinearLR": lr_scheduler.LinearLR,
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
-    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
-    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.1, step_size_up=2),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    lr_scheduler.StepLR: {"step_size": 2},
+    lr_scheduler.MultiStepLR: {"milestones": [1, 3]},
+    lr_scheduler.LambdaLR: {"lr_lambda": lambda epoch: 0.9**epoch},
+    lr_scheduler.ExponentialLR: {"gamma": 0.9},
+    lr_scheduler.LinearLR: {},
+    lr_scheduler.CosineAnnealingLR: {"T_max": 5},
+    lr_scheduler.CosineAnnealingWarmRestarts: {"T_0": 2},
+    lr_scheduler.CyclicLR: {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 2},
+    lr_scheduler.OneCycleLR: {"max_lr": 0.1, "total_steps": 10},
 }
 
 
 def test_schedulers_work_as_on_the_plain_optimizer(hvd: Any) -> None:
-    for name, make in SCHEDULERS.items():
+    for kind, options in SCHEDULERS.items():
         pair = Comparison(hvd)
-        schedulers = [make(pair.optimizer), make(pair.plain)]
+        schedulers = [kind(pair.optimizer, **options), kind(pair.plain, **options)]
         with no_warnings():
             for step in range(4):
                 pair.train(1, first=step)
                 for scheduler in schedulers:
                     scheduler.step()
-                options, expected = pair.optimizer.param_groups[0], pair.plain.param_groups[0]
-                assert (options["lr"], options["momentum"]) == (expected["lr"], expected["momentum"]), name
+                group, expected = pair.optimizer.param_groups[0], pair.plain.param_groups[0]
+                assert (group["lr"], group["momentum"]) == (expected["lr"], expected["momentum"]), kind
 
 
 def test_a_scheduler_made_before_wrapping_and_one_that_follows_a_loss(hvd: Any) -> None:
     net = make_net()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.05)
-    scheduler = lr_scheduler.StepLR(sgd, 1)
-    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=net.named_parameters())
+    plain = sgd(net)
+    scheduler = lr_scheduler.StepLR(plain, 1)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=net.named_parameters())
     with no_warnings():
         for step in range(2):
             train_step(optimizer, net, batch(hvd.rank(), step))
@@ -98,17 +99,14 @@ def test_closures_are_called_equally_often_on_the_joined_batch(hvd: Any) -> None
     def lbfgs(search: str | None) -> Any:
         return lambda net: torch.optim.LBFGS(net.parameters(), max_iter=6, line_search_fn=search)
 
-    def plain_sgd(net: nn.Module) -> Any:
-        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-
-    for plain in (plain_sgd, lbfgs(None), lbfgs("strong_wolfe")):
+    for plain in (sgd, lbfgs(None), lbfgs("strong_wolfe")):
         pair, calls = Comparison(hvd, make_double, plain), list[int]()
         for step in range(3):
             with no_warnings():
                 loss = pair.optimizer.step(closure=closure_of(pair, 0, step, calls))
             assert_close(loss.detach(), pair.plain.step(closure_of(pair, 1, step, calls)).detach(), 1e-5)
         pair.check()
-        assert calls.count(0) == calls.count(1) >= (3 if plain is plain_sgd else 7)
+        assert calls.count(0) == calls.count(1) >= (3 if plain is sgd else 7)
 
 
 class SAM(torch.optim.Optimizer):
@@ -243,14 +241,6 @@ def test_gans(hvd: Any) -> None:
             optimizer_d.step()
         assert_identical(hvd, generator)
         assert_identical(hvd, discriminator)
-
-
-def test_compiled_model(hvd: Any) -> None:
-    torch._dynamo.reset()
-    pair = Comparison(hvd)
-    compiled = torch.compile(pair.net, backend="aot_eager")
-    pair.loss = lambda net, *arguments: loss_on(compiled if net is pair.net else net, *arguments)
-    pair.train()
 
 
 def test_compiled_step(hvd: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from hvdkit.api.gradients.settings import warn_of_overlap_forward
 from tests.on_ranks import on_ranks
-from tests.told import told
+from tests.told import told, warned
 from tests.torch.optimizer_support import (
     Comparison,
     Passing,
@@ -30,6 +30,7 @@ from tests.torch.optimizer_support import (
     loss_on,
     make_net,
     no_warnings,
+    train,
     train_step,
     update,
     wrapped_net,
@@ -83,10 +84,7 @@ def test_a_model_of_another_dtype_is_still_reduced(hvd: Any) -> None:
     pair.net.double()
     pair.alone.double()
     for set_to_none in (False, True):
-        pair.zero_grad(set_to_none)
-        pair.backward()
-        pair.optimizer.synchronize()
-        pair.check_gradients()
+        pair.reduce(set_to_none=set_to_none)
 
 
 def test_frozen_and_unfrozen_parameters(hvd: Any) -> None:
@@ -149,9 +147,7 @@ def test_clearing_gradients_in_flight_raises(hvd: Any) -> None:
 def test_clipping_between_synchronize_and_step(hvd: Any) -> None:
     pair = Comparison(hvd)
     for step in range(3):
-        pair.zero_grad()
-        pair.backward(step, use_spare=True)
-        pair.optimizer.synchronize()
+        pair.reduce(step, use_spare=True)
         norms = [torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01) for net in (pair.net, pair.alone)]
         assert_close(*norms, relative=1e-5)
         with no_warnings():
@@ -204,16 +200,12 @@ def test_step_that_skips_a_synchronization_that_never_was_raises(hvd: Any) -> No
 
 def test_overlap_forward_warns_once_and_has_no_effect(hvd: Any) -> None:
     warn_of_overlap_forward.cache_clear()
-    digests, counts = set(), []
-    for options in ({}, {"overlap_forward": True}, {"overlap_forward": True}):
-        net = make_net()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer = distributed_sgd(hvd, net, **options)
-        counts.append(sum("overlap_forward" in str(warning.message) for warning in caught))
+    digests = set()
+    for options, times in (({}, 0), ({"overlap_forward": True}, 1), ({"overlap_forward": True}, 0)):
+        with warned("overlap_forward", times):
+            net, optimizer = wrapped_net(hvd, **options)
         train_step(optimizer, net, batch(hvd.rank()))
         digests.add(digest(net))
-    assert counts == [0, 1, 0]
     assert len(digests) == 1
 
 
@@ -289,12 +281,12 @@ def test_a_forgotten_step_is_an_error_where_others_were_quicker(hvd: Any) -> Non
 
 @on_ranks((2, "torch"), name="no arena", HVDKIT_ARENA="0", HVDKIT_FUSION_THRESHOLD="65536")
 def test_a_forgotten_step_is_an_error_where_all_its_gradients_wait_for_step(hvd: Any) -> None:
-    weight = torch.nn.Parameter(torch.ones(20_000))  # large, which waits for step() where there is no arena
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), named_parameters=[("weight", weight)])
+    net = torch.nn.ParameterList([torch.ones(20_000)])  # large, which waits for step() where there is no arena
+    optimizer = distributed_sgd(hvd, net)
 
     def backward() -> None:
         optimizer.zero_grad()
-        weight.square().sum().backward()
+        net[0].square().sum().backward()
 
     for _ in range(2):
         backward()
@@ -373,8 +365,7 @@ def test_init_again_after_shutdown(hvd: Any) -> None:
 def test_a_step_that_is_abandoned_beside_a_rank_that_has_joined(hvd: Any) -> None:
     """Neither rank waits for ever: the joined rank gives no zeros to a step of which the others use nothing."""
     net, optimizer = wrapped_net(hvd)
-    for step in range(3):
-        train_step(optimizer, net, batch(hvd.rank(), step))
+    train(hvd, optimizer, net)
     state = optimizer.state_dict()
     if hvd.rank() > 0:
         optimizer.zero_grad()

@@ -13,24 +13,23 @@ from torch import nn
 from hvdkit.engine.ops.batch import Submission
 from hvdkit.engine.session import runtime
 from tests.on_ranks import on_ranks
-from tests.torch.optimizer_support import assert_close
+from tests.torch.optimizer_support import assert_close, distributed_sgd
 
 pytestmark = on_ranks(2, 3, HOROVOD_FUSION_THRESHOLD="0")
 
 SEEN = ["c", "a", "e", "b", "d"]  # by rank 0 in the first step; the others see the reverse
 
 
-class Five(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in sorted(SEEN):
-            self.register_parameter(name, nn.Parameter(torch.ones(8)))
+def five(hvd: Any) -> tuple[nn.ParameterDict, Any]:
+    """Five parameters and their optimizer."""
+    net = nn.ParameterDict({name: torch.ones(8) for name in sorted(SEEN)})
+    return net, distributed_sgd(hvd, net, lr=0.0)
 
 
-def backward(hvd: Any, net: Five, order: list[str]) -> None:
+def backward(hvd: Any, net: nn.ParameterDict, order: list[str]) -> None:
     """One parameter after the other gets its gradient."""
     for name in order:
-        (getattr(net, name) * (hvd.rank() + 1.0)).sum().backward()
+        (net[name] * (hvd.rank() + 1.0)).sum().backward()
 
 
 def bucket_order(optimizer: Any) -> list[str]:
@@ -56,8 +55,7 @@ def announcements() -> Iterator[list[Any]]:
 
 
 def test_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
-    net = Five()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
+    net, optimizer = five(hvd)
     for step in range(3):
         optimizer.zero_grad()
         backward(hvd, net, SEEN if hvd.rank() == 0 else SEEN[::-1])
@@ -71,8 +69,7 @@ def test_every_rank_adopts_the_order_that_rank_0_observed(hvd: Any) -> None:
 
 
 def test_planned_gradients_are_not_negotiated(hvd: Any) -> None:
-    net = Five()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters())
+    net, optimizer = five(hvd)
     with announcements() as messages:
         backward(hvd, net, SEEN)
         optimizer.step()

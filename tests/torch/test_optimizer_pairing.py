@@ -24,6 +24,7 @@ from tests.torch.optimizer_support import (
     make_net,
     sgd,
 )
+from tests.transports.shared import in_thread
 
 pytestmark = on_ranks(2, 3)
 
@@ -32,21 +33,8 @@ LATE_SECONDS = 0.2  # for which a thread waits before its first step, on one hal
 
 def in_threads(run: Callable[[int], None]) -> None:
     """Call ``run(0)`` and ``run(1)`` at the same time; raise what they raise."""
-    errors: list[BaseException] = []
-
-    def guarded(index: int) -> None:
-        try:
-            run(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,), name=f"trainer {index}") for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    for outcome in [in_thread(run, index) for index in range(2)]:
+        outcome.result()
 
 
 def check_training_in_threads(
@@ -93,14 +81,14 @@ def test_optimizers_that_threads_make_are_paired_by_name(hvd: Any) -> None:
 
 
 def test_losses_of_closures_are_paired_too(hvd: Any) -> None:
-    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([one], lr=0.0), [("weight", one)]) for one in weights]
+    nets = [nn.ParameterList([torch.zeros(1)]) for _ in range(2)]
+    optimizers = [distributed_sgd(hvd, net, lr=0.0) for net in nets]
     losses: list[list[float]] = [[], []]
 
     def train(index: int) -> None:
         def closure() -> float:
             optimizers[index].zero_grad()
-            weights[index].sum().backward()
+            nets[index][0].sum().backward()
             return 10.0**index + hvd.rank()
 
         for step in range(3):
@@ -118,6 +106,7 @@ def test_optimizers_that_threads_make_without_names_are_an_error(hvd: Any) -> No
     both = threading.Barrier(2)
 
     def make(index: int) -> None:
+        threading.current_thread().name = f"trainer {index}"
         try:
             made.append(distributed_sgd(hvd, models[index]))
         except ValueError as error:

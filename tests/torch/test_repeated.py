@@ -15,6 +15,7 @@ from tests.ranks import Skip
 from tests.scale_factors import PRODUCTS
 from tests.told import told
 from tests.torch.data import equal
+from tests.transports.shared import in_thread
 
 pytestmark = on_ranks(2, 3, 4, HOROVOD_DYNAMIC_PROCESS_SETS="1")
 
@@ -156,11 +157,8 @@ def test_more_of_them_than_there_are_regions_never_cross(hvd):
                 wrong.append((name, step))
 
     both = threading.Barrier(2, timeout=60)
-    threads = [threading.Thread(target=repeat, args=one) for one in (("old", 1000), ("new", 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    for outcome in [in_thread(repeat, "old", 1000), in_thread(repeat, "new", 1)]:
+        outcome.result(120)
     assert not wrong
     calls = 2 * (REGIONS + 1) + 2 * steps
     assert hvd.communication_stats().bytes_sent - sent >= calls * 2000, "what ranks reduce alone counts too"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.on_ranks import on_ranks
 from tests.ranks import ROOT
-from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train_step, wrapped_net
+from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train, train_step, wrapped_net
+from tests.transports.shared import in_thread, until
 
 pytestmark = [
     on_ranks(2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
@@ -90,17 +90,14 @@ def late(hvd: Any, action: Callable[[], Any], directory: str, number: int) -> No
         engine = runtime.engine()
 
         def tell() -> None:
-            while not engine.operations and not engine.submissions:
-                time.sleep(0.001)
+            until(lambda: engine.operations or engine.submissions, 120)
             flags[hvd.rank()].touch()
 
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
+        teller = in_thread(tell)
         action()
-        teller.join()
+        teller.result()
     else:
-        while not all(flag.exists() for flag in flags):
-            time.sleep(0.001)
+        until(lambda: all(flag.exists() for flag in flags), 120)
         time.sleep(LATE_SECONDS)
         action()
 
@@ -193,8 +190,7 @@ def test_a_step_that_fails_leaves_nothing_open(hvd: Any) -> None:
 def test_steps_and_passes_are_marked(hvd: Any) -> None:
     net, optimizer = wrapped_net(hvd)
     with recorded(hvd) as shown:
-        for step in range(3):
-            train_step(optimizer, net, batch(hvd.rank(), step))
+        train(hvd, optimizer, net)
         with torch.no_grad():
             net(batch(hvd.rank())[0])
     if hvd.rank() != 0:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 from hvdkit.api.gradients.guard import is_settled
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip, free_port
 from tests.told import told
-from tests.torch.optimizer_support import batch, loss_of, make_net, no_warnings, train_step
+from tests.torch.optimizer_support import batch, loss_of, make_net, no_warnings, sgd, train, train_step, wrapped_net
 
 pytestmark = on_ranks(2, 3)
 
@@ -37,8 +38,9 @@ BYPASSED = (
 )
 
 
-def sgd(net: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(net.parameters(), lr=rate)
+def unwrapped() -> tuple[nn.Module, torch.optim.SGD]:
+    net = make_net()
+    return net, sgd(net)
 
 
 @contextmanager
@@ -52,11 +54,6 @@ def warned(hvd: Any, *texts: str) -> Iterator[None]:
     found = [str(one.message) for one in ours]
     assert found == wanted, found
     assert all(Path(one.filename).parent == Path(__file__).parent for one in ours), "it points to the user's step()"
-
-
-def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
-    for step in range(steps):
-        train_step(optimizer, net, batch(hvd.rank(), step))
 
 
 def test_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
@@ -74,8 +71,7 @@ def test_an_optimizer_that_nobody_wrapped_warns_once(hvd: Any) -> None:
 
 def test_what_was_reduced_long_before_a_step_does_not_count(hvd: Any) -> None:
     hvd.allreduce(torch.ones(4 * ELEMENTS))  # as a mean of the data
-    net = make_net()
-    optimizer = sgd(net)
+    net, optimizer = unwrapped()
     with warned(hvd, ALONE):
         for step in range(3):
             train_step(optimizer, net, batch(hvd.rank(), step))
@@ -86,8 +82,7 @@ def test_a_wrapped_optimizer_does_not_warn(hvd: Any) -> None:
     for options in ({}, {"backward_passes_per_step": 2}, {"op": hvd.Adasum}):
         if options.get("op") is not None and hvd.size() & (hvd.size() - 1):
             continue  # Adasum needs a power of two
-        net = make_net()
-        wrapped = hvd.DistributedOptimizer(sgd(net), net.named_parameters(), **options)
+        net, wrapped = wrapped_net(hvd, **options)
         with no_warnings():
             train(hvd, wrapped, net)
             wrapped.synchronize()
@@ -110,14 +105,13 @@ def test_one_that_is_made_of_others_does_not_warn_where_it_is_wrapped(hvd: Any) 
         wrapped = hvd.DistributedOptimizer(Lookahead(sgd(net)), net.named_parameters(), op=op)
         with no_warnings():
             train(hvd, wrapped, net)
-    net = make_net()
+    net, wrapped = wrapped_net(hvd)
     with no_warnings():
-        train(hvd, Lookahead(hvd.DistributedOptimizer(sgd(net), net.named_parameters())), net)
+        train(hvd, Lookahead(wrapped), net)
 
 
 def test_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
-    net = make_net()
-    plain = sgd(net)
+    net, plain = unwrapped()
     wrapped = hvd.DistributedOptimizer(plain, net.named_parameters())
     with no_warnings():  # it may be stepped where the gradients are reduced
         train_step(wrapped, net, batch(hvd.rank()))
@@ -128,10 +122,6 @@ def test_who_steps_the_optimizer_that_was_wrapped_is_told(hvd: Any) -> None:
         loss_of(net, batch(hvd.rank())).backward()
         plain.step()
     wrapped.load_state_dict(wrapped.state_dict())  # the step is forgotten
-
-
-def joined(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 def put_back(gradients: list[torch.Tensor], flat: torch.Tensor) -> None:
@@ -146,7 +136,7 @@ def in_place(hvd: Any, gradients: list[torch.Tensor]) -> None:
 
 
 def scattered(hvd: Any, gradients: list[torch.Tensor]) -> None:
-    flat = joined(gradients)
+    flat = parameters_to_vector(gradients)
     rows = torch.nn.functional.pad(flat, (0, -len(flat) % hvd.size()))
     put_back(gradients, hvd.allgather(hvd.reducescatter(rows))[: len(flat)])
 
@@ -163,7 +153,7 @@ def used_gradients(net: nn.Module) -> list[torch.Tensor]:
 WAYS: list[Callable[[Any, list[torch.Tensor]], Any]] = [
     lambda hvd, gradients: [gradient.copy_(hvd.allreduce(gradient)) for gradient in gradients],
     in_place,
-    lambda hvd, gradients: put_back(gradients, hvd.allreduce(joined(gradients))),
+    lambda hvd, gradients: put_back(gradients, hvd.allreduce(parameters_to_vector(gradients))),
     lambda hvd, gradients: hvd.grouped_allreduce_(gradients),
     scattered,
     sparse,
@@ -172,8 +162,7 @@ WAYS: list[Callable[[Any, list[torch.Tensor]], Any]] = [
 
 def test_gradients_that_a_loop_reduces_are_no_reason(hvd: Any) -> None:
     for reduce in WAYS:
-        net = make_net()
-        optimizer = sgd(net)
+        net, optimizer = unwrapped()
         with no_warnings():
             for step in range(3):
                 optimizer.zero_grad()
@@ -197,8 +186,7 @@ def test_several_optimizers_may_step_on_what_was_reduced_together(hvd: Any) -> N
 
 
 def test_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
-    net = make_net()
-    optimizer = sgd(net)
+    net, optimizer = unwrapped()
     assert hvd.unsynchronized(optimizer) is optimizer
     outer = Lookahead(sgd(net))
     hvd.unsynchronized(outer)
@@ -211,8 +199,7 @@ def test_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
 
 
 def test_compiled_steps_warn_too(hvd: Any) -> None:
-    net = make_net()
-    optimizer = sgd(net)
+    net, optimizer = unwrapped()
 
     @torch.compile(backend="eager")
     def step() -> None:
@@ -253,8 +240,7 @@ def test_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
 
 
 def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: Any) -> None:
-    net = make_net()
-    optimizer = sgd(net)
+    net, optimizer = unwrapped()
     with process_group(hvd), no_warnings():
         for step in range(3):
             optimizer.zero_grad()

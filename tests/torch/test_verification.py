@@ -28,6 +28,7 @@ from tests.torch.optimizer_support import (
     loss_of,
     make_net,
     no_warnings,
+    train,
     train_step,
     update,
     wrapped_net,
@@ -62,9 +63,12 @@ def averages_and_adasum(hvd: Any) -> list[Any]:
     return [hvd.Average, hvd.Sum if hvd.size() == 3 else hvd.Adasum]
 
 
-def train(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
-    for step in range(steps):
-        train_step(optimizer, net, batch(hvd.rank(), step))
+def go_on_from_rank_0(hvd: Any, optimizer: Any, net: nn.Module, steps: int = 3) -> None:
+    """Broadcast and train: the ranks stay alike."""
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(hvd, optimizer, net, steps)
+    assert_identical(hvd, net)
 
 
 def test_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) -> None:
@@ -73,9 +77,7 @@ def test_other_weights_from_the_start_are_a_warning_and_then_an_error(hvd: Any) 
         train_step(optimizer, net, batch(hvd.rank()))
     with differing(hvd, 2, "'conv.weight', 'conv.bias'", "(of 8) differ", "SGD.", BROADCAST):
         train_step(optimizer, net, batch(hvd.rank()))
-    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    train(hvd, optimizer, net)
-    assert_identical(hvd, net)
+    go_on_from_rank_0(hvd, optimizer, net)
 
 
 def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
@@ -88,10 +90,7 @@ def test_a_broadcast_after_the_first_step_is_in_time(hvd: Any) -> None:
             update(optimizer)
         else:
             optimizer.step()
-        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        train(hvd, optimizer, net, 4)
-        assert_identical(hvd, net)
+        go_on_from_rank_0(hvd, optimizer, net, 4)
 
 
 def test_a_parameter_written_on_one_rank_is_named_with_rank_and_step(hvd: Any) -> None:
@@ -208,10 +207,7 @@ def test_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
         step = 1 if op is hvd.Adasum else 4 + 2 * (hvd.size() - 1)
         with differing(hvd, step, *[] if op is hvd.Adasum else ["hvd.join() with nothing broadcast after it"]):
             train_step(optimizer, net, batch(hvd.rank()))
-        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        train(hvd, optimizer, net)
-        assert_identical(hvd, net)
+        go_on_from_rank_0(hvd, optimizer, net)
 
 
 def test_process_sets_are_compared_among_themselves(hvd: Any) -> None:
@@ -251,13 +247,11 @@ def test_rounding_between_ranks_that_compute_otherwise_is_one_warning(hvd: Any) 
             net, optimizer = wrapped_net(hvd, op=op)
             train(hvd, optimizer, net, 2)
             if last(hvd):
-                with torch.no_grad():
-                    net.hidden.weight.mul_(1 + 2e-6)
+                net.hidden.weight.data *= 1 + 2e-6
             with warned("do not compute alike", times=int(hvd.rank() == 0)):
                 train(hvd, optimizer, net, 10)
             if last(hvd):
-                with torch.no_grad():
-                    net.hidden.weight[0, 0] += 1
+                net.hidden.weight.data[0, 0] += 1
             with differing(hvd, 13, "rounding does not explain this", "of the norm of 'hidden.weight'"):
                 train_step(optimizer, net, batch(hvd.rank()))
             hvd.broadcast_parameters(net.state_dict(), root_rank=0)

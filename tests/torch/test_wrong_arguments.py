@@ -88,12 +88,7 @@ TABLE: list[tuple[Callable[[Any], Any], list[Any], type[Exception], tuple[str, .
     (hvd.remove_process_set, [3, [0], None], TypeError, ("remove_process_set: process_set must be a hvd.ProcessSet",)),
     (hvd.poll, [[], "1", None, 1.0], TypeError, ("poll: handle must be an integer",)),
     (hvd.synchronize, [[]], TypeError, ("synchronize: handle must be an integer", "got []")),
-    (
-        hvd.start_timeline,
-        [3.5, 3, None, b"trace"],
-        TypeError,
-        ("start_timeline: file_path must be a string",),
-    ),
+    (hvd.start_timeline, [3.5, 3, None, b"trace"], TypeError, ("start_timeline: file_path must be a string",)),
     (
         hvd.SyncBatchNorm.convert_sync_batchnorm,
         [3],
@@ -115,14 +110,17 @@ def test_wrong_arguments_are_told(
         assert f"{wrong!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("argument", ["groups", "backward_passes_per_step", "named_parameters"])
-def test_horovods_sentences_come_first(argument: str) -> None:
-    wrong: dict[str, Any] = {"groups": -1, "backward_passes_per_step": 0, "named_parameters": ["weight"]}
-    sentence = {"groups": GROUPS, "backward_passes_per_step": "backward_passes_per_step must be > 0"}.get(
-        argument, PAIRS
-    )
+@pytest.mark.parametrize(
+    ("argument", "wrong", "sentence"),
+    [
+        ("groups", -1, GROUPS),
+        ("backward_passes_per_step", 0, f"{PASSES} > 0"),
+        ("named_parameters", ["weight"], PAIRS),
+    ],
+)
+def test_horovods_sentences_come_first(argument: str, wrong: Any, sentence: str) -> None:
     with told(ValueError) as caught:
-        optimizer(**{argument: wrong[argument]})
+        optimizer(**{argument: wrong})
     assert str(caught.value).startswith(sentence)
 
 
