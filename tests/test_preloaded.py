@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from tests import preloaded
 from tests.ranks import ROOT, rank_environment, start_ranks
+from tests.waiting import until
 
 PRELOAD = ("pytest",)
 
@@ -68,7 +68,4 @@ def test_a_rank_does_not_outlive_its_client():
     for process in processes:
         process.kill()
         process.communicate()
-    deadline = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.02)
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), what=f"the end of {pids}")

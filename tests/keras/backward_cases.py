@@ -7,7 +7,6 @@ import inspect
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.keras.checks import check_close, check_same_bits
 from tests.keras.models import gradients_of, train
 from tests.told import told
 from tests.torch.ownership_support import Passing
+from tests.waiting import until
 
 WIDTH = 160  # a matrix of so many rows and columns is large enough for the arena
 GRADIENTS = 6
@@ -378,10 +378,7 @@ def case_who_waits_for_a_late_rank_can_be_interrupted(hvd):
             continue
         # Also until this rank has heard of it: rank 0 may have sent all that this rank needs for the step.
         lane = lane_of(vars(model.optimizer)["_hvdkit_step"]._gradients)
-        deadline = time.monotonic() + 60
-        while not is_interrupted.exists() or not lane.abandonment.ranks:
-            assert time.monotonic() < deadline, "rank 0 still waits for this rank"
-            time.sleep(0.01)
+        until(lambda lane=lane, path=is_interrupted: path.exists() and lane.abandonment.ranks, what="rank 0 gives up")
         shutil.rmtree(folder)
         with told(HorovodInternalError, "rank 0", "an exception"):
             model.train_on_batch(x, y)

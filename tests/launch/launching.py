@@ -6,8 +6,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ import psutil
 
 from hvdkit.launch import worker
 from tests.ranks import ROOT, rank_environment
+from tests.waiting import until
 
 # Far longer than anything here takes; a test that needs it has failed.
 PATIENCE_SECONDS = 60
@@ -90,18 +89,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def check_gone(mark: str) -> None:
     """Assert that no process with this argument is left, after at most DYING_SECONDS."""
-    deadline = time.monotonic() + DYING_SECONDS
-    while (left := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left == []
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition that must hold soon; ``what`` describes it."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
+    until(lambda: not marked(mark), DYING_SECONDS, lambda: f"the end of {marked(mark)}")
 
 
 def write_program(path: Path, text: str) -> Path:

@@ -7,16 +7,8 @@ import signal
 
 import pytest
 
-from tests.launch.launching import (
-    PATIENCE_SECONDS,
-    call,
-    check_gone,
-    marked,
-    marker,
-    running,
-    wait_until,
-    write_program,
-)
+from tests.launch.launching import PATIENCE_SECONDS, call, check_gone, marked, marker, running, write_program
+from tests.waiting import until
 
 # Takes the options off, wants the host's name, and starts the rest through a shell as sshd does.
 SSH = """#!/bin/sh
@@ -66,10 +58,10 @@ def test_a_rank_that_fails_on_another_host_ends_all_and_is_named_with_it(path, f
 def test_a_launcher_that_ends_leaves_no_rank_on_another_host(path, number):
     mark = marker()
     with running(HOSTS, "import time; time.sleep(600)", mark, PATH=path) as launcher:
-        wait_until(lambda: len(marked(mark)) >= 3, "all ranks run")
+        until(lambda: len(marked(mark)) >= 3, what="all ranks run")
         launcher.send_signal(number)
         launcher.wait(PATIENCE_SECONDS)
-        wait_until(lambda: marked(mark) == [], "all ranks end")
+        until(lambda: marked(mark) == [], what="all ranks end")
 
 
 def test_an_address_that_cannot_be_found_is_told_with_what_to_do(path):

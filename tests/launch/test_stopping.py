@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from hvdkit.launch.options import parse
-from tests.launch.launching import PATIENCE_SECONDS, PIPES, check_gone, marked, marker, wait_until, write_program
+from tests.launch.launching import PATIENCE_SECONDS, PIPES, check_gone, marked, marker, write_program
 from tests.launch.test_ssh import SSH
 from tests.ranks import rank_environment
+from tests.waiting import until
 
 SAVING_SECONDS = 0.6  # longer than mpirun's own patience, a quarter of a second
 # A rank that counts its SIGTERMs, saves the count, and ends; its arguments: a folder, the seconds to save, a marker.
@@ -65,7 +66,7 @@ class Job:
         )
 
     def wait_for_ranks(self, size: int) -> None:
-        wait_until(lambda: len(list(self.folder.glob("ready.*"))) == size, "all ranks run")
+        until(lambda: len(list(self.folder.glob("ready.*"))) == size, what="all ranks run")
 
     def end(self, *signals: int, pause: float = 0.0) -> tuple[int, str, float]:
         """Send signals; the exit status, the output and how long that took."""
@@ -109,7 +110,7 @@ def test_ranks_on_other_hosts_save_too(controller, tmp_path):
 def test_ranks_save_after_another_has_ended_and_then_the_job_ends(controller, tmp_path):
     job = Job(tmp_path, controller, "-np", "2", "--stop-grace", "600", code="if rank == '1':\n    sys.exit(0)\n")
     job.wait_for_ranks(1)
-    wait_until(lambda: len(marked(job.mark)) == 1, "rank 1 has ended")
+    until(lambda: len(marked(job.mark)) == 1, what="rank 1 has ended")
     status, output, _ = job.end(signal.SIGTERM)
     assert job.saved() == ["1\n"]
     assert (status, output.splitlines()[-1]) == (143, "hvdkitrun: ended all ranks after SIGTERM"), output
@@ -135,7 +136,7 @@ def test_a_second_sigterm_ends_all_at_once(controller, hosts, tmp_path):
     job.wait_for_ranks(2)
     status, _, _ = job.end(signal.SIGTERM, signal.SIGTERM, pause=0.5)
     assert status == 143
-    wait_until(lambda: marked(job.mark) == [], "all ranks end")
+    until(lambda: marked(job.mark) == [], what="all ranks end")
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.4])

@@ -11,7 +11,6 @@ import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -103,12 +102,6 @@ def program(name: str, *arguments: object, descriptors: tuple[int, ...] = ()) ->
             process.kill()
 
 
-def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the text of a program in another process."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=rank_environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
 def answer(process: subprocess.Popen[str], question: str | None = None, seconds: float = 60.0) -> str:
     """The next line that a program prints, after it is told something."""
     assert process.stdin is not None
@@ -168,24 +161,6 @@ def in_thread(action: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
     threading.Thread(target=run, daemon=True).start()
     return outcome
-
-
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait until ``condition()`` is true; fails where it takes longer."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def gone_within(seconds: float, left: Callable[[], set[Any]]) -> bool:
-    """Whether nothing is left at one moment; other programs of the machine have files and sockets that come and go."""
-    deadline = time.monotonic() + seconds
-    while left():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def shared_files() -> set[str]:

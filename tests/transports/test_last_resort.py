@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
+import sys
 
 import pytest
 
-from tests.transports.shared import needs_native, run_python
+from tests.launch.launching import Result, run_to_end
+from tests.transports.shared import needs_native
 
 STUCK = "ctypes.PyDLL(None).sleep(60)"  # holds Python's lock meanwhile
 WITHOUT_NATIVE = "sys.modules['hvdkit.kernels._native'] = None"
 
 
-def ended(seconds: float, inside: str, before: str = "") -> subprocess.CompletedProcess[str]:
+def ended(seconds: float, inside: str, before: str = "") -> Result:
     """How a process ends that does ``inside`` in a context of so many seconds."""
     program = f"""
 import ctypes, sys, time
@@ -23,18 +24,18 @@ with ends_process_after({seconds}, "rank 1 waited.\\nHINT: look."):
 time.sleep({seconds + 0.3})
 print("went on")
 """
-    return run_python(program)
+    return run_to_end([sys.executable, "-c", program])
 
 
 @needs_native
 def test_it_says_why_and_ends_the_process():
     done = ended(0.3, STUCK)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "hvdkit: rank 1 waited.\nHINT: look.\n")
+    assert (done.status, done.stdout, done.stderr) == (1, "", "hvdkit: rank 1 waited.\nHINT: look.\n")
 
 
 def test_without_the_native_part_it_shows_where():
     done = ended(0.3, STUCK, WITHOUT_NATIVE)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.status, done.stdout) == (1, "")
     assert done.stderr.startswith("Timeout ")
     assert 'File "<string>"' in done.stderr
 
@@ -42,4 +43,4 @@ def test_without_the_native_part_it_shows_where():
 @pytest.mark.parametrize("before", [pytest.param("", marks=needs_native), WITHOUT_NATIVE], ids=["native", "python"])
 def test_what_is_through_in_time_goes_on(before):
     done = ended(2.0, "time.sleep(0.1)", before)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
+    assert (done.status, done.stdout, done.stderr) == (0, "went on\n", "")
