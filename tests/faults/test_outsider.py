@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from hvdkit.environments.network import is_loopback
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
-from tests.launch.launching import PIPES, outputs_of
+from tests.launch.launching import outputs_of
 from tests.preloaded import preloaded, rank_name
-from tests.ranks import TORCH, free_port, rank_environment
+from tests.ranks import PIPES, TORCH, free_port, rank_environment
 from tests.transports.shared import needs_native
 from tests.waiting import until
 

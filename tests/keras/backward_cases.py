@@ -51,7 +51,6 @@ def handed_over() -> Iterator[list[int]]:
 
 
 def lane_of(gradients: Any) -> Any:
-    """The lane of an optimizer's gradients, if there is one."""
     routes = None if gradients is None or gradients._synchronizer is None else gradients._synchronizer._agreement
     return None if routes is None or routes.planned is None else routes.planned.lane
 
@@ -69,14 +68,12 @@ def layers(inside: Callable[[], keras.layers.Layer] | None = None) -> list[keras
 
 
 def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: Any = None) -> Any:
-    """Return a model of a class with an optimizer."""
     made = kind(layers(inside))
     made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
     return made
 
 
 def sgd(rate: float = 0.1) -> Any:
-    """Return a plain optimizer."""
     return keras.optimizers.SGD(rate)
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 
 from hvdkit.launch import worker
-from tests.ranks import ROOT, rank_environment
+from tests.ranks import PIPES, ROOT, rank_environment
 from tests.waiting import until
 
 # Far longer than anything here takes; a test that needs it has failed.
 PATIENCE_SECONDS = 60
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}  # of Popen: one for both
 DYING_SECONDS = 2
+# The beginning of a rank's code, however it is started.
+RANK = "import os, signal, sys, time; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
 
 
 @dataclass
@@ -93,7 +94,6 @@ def check_gone(mark: str) -> None:
 
 
 def write_program(path: Path, text: str) -> Path:
-    """Write an executable file."""
     path.write_text(text)
     path.chmod(0o755)
     return path

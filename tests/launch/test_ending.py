@@ -11,10 +11,9 @@ import time
 import psutil
 import pytest
 
-from tests.launch.launching import PATIENCE_SECONDS, call, check_gone, marked, marker, running
+from tests.launch.launching import PATIENCE_SECONDS, RANK, call, check_gone, marked, marker, running
 from tests.waiting import until
 
-RANK = "import os, sys, time, signal; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
 SLEEP = "time.sleep(600)"
 # A rank with a process of its own, both deaf to SIGTERM.
 STUBBORN = f"""{RANK}

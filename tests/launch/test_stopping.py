@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 
 from hvdkit.launch.options import parse
-from tests.launch.launching import PATIENCE_SECONDS, PIPES, check_gone, marked, marker, write_program
+from tests.launch.launching import PATIENCE_SECONDS, RANK, check_gone, marked, marker, write_program
 from tests.launch.test_ssh import SSH
-from tests.ranks import rank_environment
+from tests.ranks import PIPES, rank_environment
 from tests.waiting import until
 
 SAVING_SECONDS = 0.6  # longer than mpirun's own patience, a quarter of a second
 # A rank that counts its SIGTERMs, saves the count, and ends; its arguments: a folder, the seconds to save, a marker.
 SAVES = """
-import os, signal, sys, time
-rank = os.environ.get("HVDKIT_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 folder, seconds, count = sys.argv[1], float(sys.argv[2]), 0
 
 def save(*_):
@@ -57,7 +55,7 @@ class Job:
 
     def __init__(self, folder: Path, *flags: str, code: str = "", saving: float = SAVING_SECONDS, script: str = ""):
         self.folder, self.mark = folder, marker()
-        rank = [sys.executable, "-c", SAVES + code + READY, str(folder), str(saving), self.mark]
+        rank = [sys.executable, "-c", RANK + SAVES + code + READY, str(folder), str(saving), self.mark]
         command = [*(["sh", "-c", script, "sh"] if script else []), *rank]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hvdkit.launch", *flags, *command],

@@ -38,7 +38,6 @@ needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason=
 
 @contextmanager
 def memory_file(nbytes: int = FILE_BYTES) -> Iterator[int]:
-    """The descriptor of a new anonymous file."""
     descriptor = os.memfd_create("hvdkit", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -54,12 +53,10 @@ def new_window(nbytes: int) -> Any:
 
 
 def bytes_of(window: Any) -> Array:
-    """The window's memory."""
     return np.frombuffer(window, dtype=np.uint8)
 
 
 def bells_in(window: Any, ranks: int) -> list[Any]:
-    """Bells on the first lines of a window."""
     return [native.Bell(window, rank * LINE) for rank in range(ranks)]
 
 
@@ -123,7 +120,6 @@ def mapped_memory_files() -> int:
 
 
 def open_descriptors() -> dict[int, str]:
-    """The descriptors of this process, and what they are of."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
