@@ -1,4 +1,4 @@
-"""Fixtures of every room: the transports that carry a job, and folders for the files that mpirun leaves."""
+"""Fixtures of every room: what carries a job, what starts it, and folders for the files that mpirun leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ pytest_plugins = ["tests.suite.plugin"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What tests need that not every machine has."""
     parser.addoption("--cluster", metavar="IMAGE", help="run tests/cluster on containers of this image")
 
 
@@ -37,5 +36,10 @@ def mpi_sessions() -> Iterator[None]:
 
 @pytest.fixture(params=["mpi", "torch"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Which transport carries the bytes."""
+    return str(request.param)
+
+
+@pytest.fixture(params=["--mpi", "--gloo"])
+def controller(request: pytest.FixtureRequest) -> str:
+    """The flag of hvdkitrun that says how ranks are started."""
     return str(request.param)

@@ -126,7 +126,6 @@ class Servers:
         return self._started[key]
 
     def close(self) -> None:
-        """End all of them."""
         if self._listener is not None:
             self._listener.close()
         for process in self._processes:

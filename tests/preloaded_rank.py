@@ -1,4 +1,4 @@
-"""A rank of tests/test_preloaded.py: tells what it was given and ends as it is told."""
+"""A rank of tests/test_ranks.py: tells what it was given and ends as it is told."""
 
 import json
 import os
@@ -7,19 +7,9 @@ import sys
 import time
 
 how = sys.argv[1]
-print(
-    json.dumps(
-        {
-            "pid": os.getpid(),
-            "rank": os.environ.get("RANK"),
-            "folder": os.getcwd(),
-            "arguments": sys.argv[1:],
-            "loaded": "pytest" in sys.modules,
-            "hash": hash("a string"),
-        }
-    ),
-    flush=True,
-)
+given = {"rank": os.environ.get("RANK"), "folder": os.getcwd(), "arguments": sys.argv[1:]}
+own = {"pid": os.getpid(), "loaded": "pytest" in sys.modules, "hash": hash("a string")}
+print(json.dumps({**given, **own}), flush=True)
 if how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "waits":

@@ -24,6 +24,7 @@ from tests import measured
 from tests.preloaded import preloaded
 
 ROOT = Path(__file__).resolve().parent.parent
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}  # of Popen: one for both
 JOB_TIMEOUT_SECONDS = 400  # for a job, or for a case of it; on two cores a job of TensorFlow takes a minute and a half
 SKIPPED = "skipped: "
 FOR_OPEN_MPI = "tests-mpi-"  # a beginning of names
@@ -113,7 +114,6 @@ def start_ranks(
     environment = rank_environment(**{"HVDKIT_TRANSPORT": transport, "RANKS_PER_NODE": str(per_node or size), **extra})
     if preload:
         command = preloaded(command, preload, environment)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     if transport == "mpi":
         if per_node is not None:
             # What mpirun told a rank is overwritten before the rank starts.
@@ -124,12 +124,12 @@ def start_ranks(
                 'exec "$@"'
             )
             command = ["sh", "-c", script, "sh", *command]
-        return [subprocess.Popen([*mpirun(size), *command], env=environment, **pipes)]
+        return [subprocess.Popen([*mpirun(size), *command], env=environment, **PIPES)]
     environment.update(WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     processes = []
     for rank in range(size):
         place = {name: str(value) for name, value in place_on_node(rank, size, per_node or size).items()}
-        processes.append(subprocess.Popen(command, env={**environment, "RANK": str(rank), **place}, **pipes))
+        processes.append(subprocess.Popen(command, env={**environment, "RANK": str(rank), **place}, **PIPES))
     return processes
 
 

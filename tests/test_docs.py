@@ -20,6 +20,7 @@ from hvdkit.as_horovod import MODULES
 from hvdkit.launch.options import build_parser
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+README = (DOCS.parent / "README.md").read_text()
 PAGES = {"hvdkit.torch": "torch", "hvdkit.tensorflow": "tensorflow", "hvdkit.keras": "keras"}
 CALLBACKS = "hvdkit.keras.callbacks"
 PRESENT, OTHERWISE, ABSENT = "present", "otherwise", "absent"
@@ -41,7 +42,6 @@ print("LOOK", json.dumps(answers))
 
 
 def section(page: str, title: str) -> str:
-    """What stands under a heading of the third level."""
     return re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##)", (DOCS / page).read_text(), re.M | re.S)[1]
 
 
@@ -179,3 +179,13 @@ def test_variables_set_what_the_migration_guide_says():
     assert {name for name, status in said.items() if status == PRESENT} == {
         name for name in names if name.startswith("HOROVOD_")
     }
+
+
+def test_the_readme_is_read_on_one_screen():
+    assert len(README.splitlines()) <= 80
+
+
+def test_what_the_readme_links_to_is_there():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", README)
+    assert len(links) > 10
+    assert [link for link in links if not (DOCS.parent / link).exists()] == []

@@ -4,43 +4,31 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 
 import pytest
 
 from tests.docstring_cases import failures
 from tests.docstrings import ADAPTERS, Public
+from tests.launch.launching import run_to_end
 from tests.on_ranks import RankedCases
-from tests.ranks import ROOT, rank_environment
 
+RUNNER = "tests.tensorflow.runner"
+PRELOAD = ("tensorflow", "pytest", "hvdkit.tensorflow")
+KERAS = {"preload": ("tensorflow", "keras", "pytest", "hvdkit.keras"), "KERAS_BACKEND": "tensorflow"}
 EXAMPLES = {
     "hvdkit.torch": RankedCases("tests.docstring_cases", HOROVOD_DYNAMIC_PROCESS_SETS="1"),
-    "hvdkit.tensorflow": RankedCases(
-        "tests.docstring_cases",
-        runner="tests.tensorflow.runner",
-        preload=("tensorflow", "pytest", "hvdkit.tensorflow"),
-    ),
-    "hvdkit.keras": RankedCases(
-        "tests.docstring_cases",
-        runner="tests.tensorflow.runner",
-        preload=("tensorflow", "keras", "pytest", "hvdkit.keras"),
-        KERAS_BACKEND="tensorflow",
-    ),
+    "hvdkit.tensorflow": RankedCases("tests.docstring_cases", runner=RUNNER, preload=PRELOAD),
+    "hvdkit.keras": RankedCases("tests.docstring_cases", runner=RUNNER, **KERAS),
 }
 
 
 @functools.cache
 def catalogue(adapter: str) -> list[Public]:
     """What is public in an adapter, asked of another process, which may import it."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "tests.docstrings", adapter],
-        cwd=ROOT,
-        env=rank_environment(KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1"),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    quiet = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    listed = run_to_end([sys.executable, "-m", "tests.docstrings", adapter], 300, **quiet)
+    assert listed.status == 0, listed.stderr
     return [Public(**{**one, "parameters": tuple(one["parameters"])}) for one in json.loads(listed.stdout)]
 
 

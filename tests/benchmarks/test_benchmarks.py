@@ -55,7 +55,6 @@ def run(name: str, flags: list[str], folder: Path) -> tuple[dict[str, Any], str]
 
 
 def numbers(value: Any) -> Iterator[float]:
-    """All numbers in a document."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

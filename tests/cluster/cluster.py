@@ -21,6 +21,7 @@ HOSTS = (*WORKERS, "launcher")
 PATIENCE_SECONDS = 120
 SETTLE_SECONDS = 10
 LINK = "eth0"
+PIPES = {"text": True, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Result:
     output: str  # of both streams
 
     def records(self) -> list[dict[str, object]]:
-        """The JSON objects that ranks printed, by rank."""
         found = [json.loads(text) for text in re.findall(r"^.*?(\{.*\})\s*$", self.output, re.MULTILINE)]
         return sorted(found, key=lambda record: record["rank"])
 
@@ -99,15 +99,8 @@ class Cluster:
         seconds: float = PATIENCE_SECONDS,
         **environment: str,
     ) -> Result:
-        """Run a command on a host to its end."""
         done = subprocess.run(
-            self.argv(command, host, user, seconds, **environment),
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds + 20,
-            check=False,
+            self.argv(command, host, user, seconds, **environment), timeout=seconds + 20, check=False, **PIPES
         )
         return Result(done.returncode, done.stdout)
 
@@ -116,13 +109,7 @@ class Cluster:
         self, command: list[str], host: str = "launcher", **environment: str
     ) -> Iterator[subprocess.Popen[str]]:
         """A command that is at work on a host."""
-        process = subprocess.Popen(
-            self.argv(command, host, **environment),
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(self.argv(command, host, **environment), **PIPES)
         try:
             yield process
         finally:

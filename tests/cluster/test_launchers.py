@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.cluster.cluster import PATIENCE_SECONDS, WORKERS, Cluster, Result
+from tests.cluster.cluster import PATIENCE_SECONDS, PIPES, WORKERS, Cluster, Result
 
 INTRODUCE = ["python", "/programs/introduce.py"]
 INTRODUCE_TENSORFLOW = ["python", "/programs/introduce_tensorflow.py"]
@@ -74,10 +74,9 @@ def test_mpirun_of_the_system(cluster: Cluster):
 
 def test_torchrun(cluster: Cluster):
     flags = ["--nnodes", "3", "--nproc-per-node", "1", "--master-addr", "w1", "--master-port", "29500"]
-    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     jobs = [
         subprocess.Popen(
-            cluster.argv(["torchrun", *flags, "--node-rank", str(number), *INTRODUCE[1:]], host=host), **pipes
+            cluster.argv(["torchrun", *flags, "--node-rank", str(number), *INTRODUCE[1:]], host=host), **PIPES
         )
         for number, host in enumerate(WORKERS)
     ]

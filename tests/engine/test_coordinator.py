@@ -30,7 +30,6 @@ ALLTOALL = {**GATHER, "kind": "alltoall"}
 
 
 def ask(coordinator, signature, *ranks, name="x", detail=None, at=0.0):
-    """Have these ranks ask, one after the other."""
     for rank in ranks:
         coordinator.receive(rank, Ask(signature, name, detail), at)
 
@@ -240,7 +239,9 @@ def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
     ask(coordinator, allreduce(), 1, at=0.1)
     outgoing = taken(coordinator)
     assert [rank for rank, _ in outgoing] == [0, 1]
-    assert all("rank 2, which has left the job: it called hvd.shutdown()" in message.text for _, message in outgoing)
+    fact = "allreduce 'x' waits for rank 2, which has left the job: it called hvd.shutdown().\n"
+    hint = "HINT: see what rank 2 printed. All ranks must make the same calls: "
+    assert all(message.text.startswith(fact + hint) for _, message in outgoing)
 
 
 def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():

@@ -7,11 +7,7 @@ import pytest
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask, Join, LaneFailed, Reject, Waits
 from hvdkit.engine.ops.requests import Key, Request, mismatch
-
-SIGNATURE = {
-    "kind": "allreduce", "ps": 0, "dtype": ["float32"], "shape": [[4]], "op": 1, "prescale": 1.0, "postscale": 1.0,
-    "device": "cpu",
-}  # fmt: skip
+from tests.engine.test_coordinator import GATHER, allreduce
 
 
 def rejected(coordinator: Coordinator) -> list[str]:
@@ -41,7 +37,7 @@ def rejected(coordinator: Coordinator) -> list[str]:
     ],
 )
 def test_every_mismatch_says_what_to_do(kind, field, value, hint):
-    signatures = {**SIGNATURE, "kind": kind}, {**SIGNATURE, "kind": kind, field: value}
+    signatures = {**allreduce(), "kind": kind}, {**allreduce(), "kind": kind, field: value}
     text = mismatch(Key(0, kind, "x"), {rank: Request(signature) for rank, signature in enumerate(signatures)})
     assert text is not None
     fact, *hints = text.split("\n")
@@ -62,8 +58,7 @@ def test_every_mismatch_says_what_to_do(kind, field, value, hint):
 def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name, hint):
     coordinator = Coordinator(2, 0)
     coordinator.receive(1, Join(), 0.0)
-    gather = {"kind": "allgather", "ps": 0, "dtype": ["float32"], "shape": [["*"]], "device": "cpu"}
-    coordinator.receive(0, Ask(gather, name, [3]), 0.0)
+    coordinator.receive(0, Ask(GATHER, name, [3]), 0.0)
     (text,) = rejected(coordinator)
     assert text.startswith(
         f"allgather '{name}': allgather is not supported with Join at this time; rank [1] has joined."
@@ -93,14 +88,3 @@ def test_uneven_data_and_callbacks_are_told_as_such(other, hint):
     (text,) = set(rejected(coordinator))
     fact = f"Mismatched operations: rank 0 waits in {LANES[0].subject}, rank 1 waits in {other.subject}"
     assert text.startswith(f"{fact}; each waits for the other.\nHINT: {hint}")
-
-
-def test_who_left_early_is_told_with_what_all_must_do():
-    coordinator = Coordinator(2, 0)
-    coordinator.receive(0, Ask(SIGNATURE, "x", None), 0.0)
-    coordinator.depart(1, "it called sys.exit(3)")
-    (text,) = rejected(coordinator)
-    assert text.startswith(
-        "allreduce 'x' waits for rank 1, which has left the job: it called sys.exit(3).\n"
-        "HINT: see what rank 1 printed. All ranks must make the same calls: "
-    )

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -16,8 +15,8 @@ import pytest
 from hvdkit.engine.telemetry import timeline as module
 from hvdkit.engine.telemetry.telemetry import Arrival, last_of
 from hvdkit.engine.telemetry.timeline import Timeline
+from tests.launch.launching import run_to_end
 from tests.ranks import ROOT
-from tests.transports.shared import run_python
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_the_lines_of_the_page_tell_who_came_last(path):
     timeline.end("a")
     timeline.close()
     lines = re.search(r"^```python\n(.*?)^```", (ROOT / "docs" / "timeline.md").read_text(), re.M | re.S)[1]
-    told = subprocess.run([sys.executable, "-c", lines], cwd=path.parent, capture_output=True, text=True, check=True)
+    told = run_to_end([sys.executable, "-c", lines], cwd=path.parent)
     assert told.stdout.splitlines() == [
         "rank 1 came last: 1 x, by 125 ms at most, 125 ms in all",
         "rank 2 came last: 2 x, by 250 ms at most, 375 ms in all",
@@ -161,8 +160,8 @@ timeline = Timeline(sys.argv[1], rank=0)
 
 
 def run_timeline(code, path):
-    done = run_python(BEGIN + code, str(path))
-    return done.returncode, [event.get("name") for event in events(path)]
+    done = run_to_end([sys.executable, "-c", BEGIN + code, str(path)])
+    return done.status, [event.get("name") for event in events(path)]
 
 
 def test_a_killed_process_leaves_valid_json_up_to_the_last_flush(path):

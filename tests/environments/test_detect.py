@@ -1,4 +1,4 @@
-"""Every launcher's variables give the World they mean."""
+"""Every launcher's variables give the World they mean; what does not fit together is refused, with names and values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from hvdkit import environments
 from hvdkit.environments import Rendezvous, World, detect
+from hvdkit.environments.launchers import expand_counts, expand_hosts
+from hvdkit.errors import EnvironmentConflictError
 
 
 def variables(text: str) -> dict[str, str]:
@@ -112,3 +114,82 @@ def test_a_launcher_that_is_registered_is_asked_first(monkeypatch):
     environments.register(lambda environ: World("mine", 0, 3) if "MINE" in environ else None)
     assert detect({**HVDKITRUN, "MINE": "1"}) == World("mine", 0, 3)
     assert detect(HVDKITRUN).launcher == "hvdkitrun"
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+# name: (environment, words that the message must hold)
+CONFLICTS = {
+    # half set
+    "RANK alone": ({"RANK": "1"}, ["RANK=1", "missing WORLD_SIZE"]),
+    "WORLD_SIZE without RANK": ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "missing RANK"]),
+    "nowhere to meet": (without(BY_HAND, "MASTER_ADDR"), ["RANK=1", "MASTER_PORT=29500", "missing MASTER_ADDR"]),
+    "no port to meet at": (without(BY_HAND, "MASTER_PORT"), ["MASTER_ADDR=h0", "missing MASTER_PORT"]),
+    "torchrun without WORLD_SIZE": (without(TORCHRUN, "WORLD_SIZE"), ["torchrun", "missing WORLD_SIZE"]),
+    "hvdkitrun without its size": (without(HVDKITRUN, "HVDKIT_SIZE"), ["HVDKIT_RANK=0", "missing HVDKIT_SIZE"]),
+    "horovodrun without its server": (
+        without(HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        ["HOROVOD_RANK=3", "missing HOROVOD_GLOO_RENDEZVOUS_PORT"],
+    ),
+    "Open MPI without a size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), ["missing OMPI_COMM_WORLD_SIZE"]),
+    "PMI without a rank": (without(PMI, "PMI_RANK"), ["PMI_SIZE=4", "missing PMI_RANK"]),
+    "srun without a size": (without(SRUN, "SLURM_STEP_NUM_TASKS"), ["SLURM_PROCID=2", "missing SLURM_NTASKS"]),
+    # out of range
+    "rank not below size": ({**BY_HAND, "RANK": "2"}, ["RANK=2", "WORLD_SIZE=2", "smaller"]),
+    "rank no number": ({**BY_HAND, "RANK": "one"}, ["RANK='one'", "whole number"]),
+    "size zero": ({**BY_HAND, "RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0", "at least 1"]),
+    "local rank not below local size": ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
+    "local size above size": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=2"]),
+    "port out of range": ({**BY_HAND, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536", "TCP port"]),
+    "Slurm's list of nodes": ({**SRUN, "SLURM_STEP_NODELIST": "node[1-"}, ["node[1-", "MASTER_ADDR"]),
+    # two launchers
+    "Open MPI and RANK": (
+        {**OPENMPI, "RANK": "1", "WORLD_SIZE": "4"},
+        ["OMPI_COMM_WORLD_RANK=2", "OMPI_COMM_WORLD_SIZE=4", "RANK=1 WORLD_SIZE=4"],
+    ),
+    "PMI and RANK": ({**PMI, **BY_HAND}, ["PMI_RANK=2 PMI_SIZE=4", "RANK=1 WORLD_SIZE=2"]),
+    "srun with PMIx and RANK": ({**SRUN, "PMIX_RANK": "2", **BY_HAND}, ["SLURM_PROCID=2", "RANK=1 WORLD_SIZE=2"]),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_contradictions_are_refused_with_names_values_and_a_hint(name):
+    environ, words = CONFLICTS[name]
+    with pytest.raises(EnvironmentConflictError) as caught:
+        detect(environ)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == [], message
+    assert "\nHINT: " in message
+
+
+# -- Slurm's short forms stand for what `scontrol show hostnames` prints -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("a,b", ["a", "b"]),
+        ("node[01-03,7],gpu1", ["node01", "node02", "node03", "node7", "gpu1"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("r[1-2]n[1-2]-ib", ["r1n1-ib", "r1n2-ib", "r2n1-ib", "r2n2-ib"]),
+        ("x-1,y[3]", ["x-1", "y3"]),
+    ],
+)
+def test_host_lists(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",a", "a,", "a[1-", "a]", "a[x]", "a[]", "a[1,]", "a[1]]"])
+def test_malformed_host_lists_are_refused(text):
+    with pytest.raises(EnvironmentConflictError, match="HINT"):
+        expand_hosts(text)
+
+
+def test_task_counts():
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(EnvironmentConflictError):
+        expand_counts("2x3")

@@ -1,12 +1,16 @@
-"""Which address of this host a job uses."""
+"""Which address of this host a job uses, and the secret of its ranks."""
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from hvdkit.environments import network
+from hvdkit.environments.network import LONGEST_SECRET, job_secret
+from hvdkit.errors import EnvironmentConflictError
 
 
 def stands_for(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
@@ -26,14 +30,12 @@ def test_an_interface_that_is_not_there_is_told_with_those_that_are():
         network.interface_address("no-such")
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0", "::"])  # noqa: S104
-def test_a_loopback_is_known(host):
-    assert network.is_loopback(host)
+LOOPBACKS = ["localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0", "::"]  # noqa: S104
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "fe80::1%eth0", "localhost.example", "node1", ""])
-def test_what_others_may_reach_is_no_loopback(host):
-    assert not network.is_loopback(host)
+@pytest.mark.parametrize("host", [*LOOPBACKS, "192.0.2.1", "fe80::1%eth0", "localhost.example", "node1", ""])
+def test_a_loopback_is_told_from_what_others_may_reach(host):
+    assert network.is_loopback(host) == (host in LOOPBACKS)
 
 
 def test_ipv4_comes_before_ipv6(monkeypatch):
@@ -60,3 +62,62 @@ def test_a_host_without_a_network_has_its_loopback(monkeypatch):
     monkeypatch.setattr(network, "addresses_of", nowhere)
     monkeypatch.setattr(network, "address_towards", nowhere)
     assert network.own_address("other") == network.LOOPBACK
+
+
+# -- the file with the job's secret: taken only if nobody else can have read or written it -----------------------------
+
+SECRET = "0123456789abcdef" * 2
+
+
+def secret_of(path: Path) -> bytes | None:
+    return job_secret({"HVDKIT_SECRET_FILE": str(path)})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o600)
+    return file
+
+
+def test_a_job_needs_no_secret():
+    assert job_secret({}) is job_secret({"HVDKIT_SECRET_FILE": ""}) is None
+
+
+def test_the_secret_is_what_is_in_the_file_without_the_end_of_the_line(path):
+    assert secret_of(path) == SECRET.encode()
+    path.chmod(0o400)
+    assert secret_of(path) == SECRET.encode()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_file_that_others_can_read_or_change_is_refused(path, mode):
+    path.chmod(mode)
+    with pytest.raises(EnvironmentConflictError, match=r"can be read or changed by others\nHINT: .*chmod 600"):
+        secret_of(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_refused(path):
+    os.chown(path, 12345, -1)
+    with pytest.raises(EnvironmentConflictError, match="by others"):
+        secret_of(path)
+
+
+@pytest.mark.parametrize("text", ["", " " * 40, "short", "x" * (LONGEST_SECRET + 1)])
+def test_a_file_with_too_little_or_too_much_is_refused(path, text):
+    path.write_text(text)
+    with pytest.raises(EnvironmentConflictError, match=r"from 16 to 4096 bytes\nHINT: make one") as caught:
+        secret_of(path)
+    assert "xxx" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_and_what_is_no_file_are_refused(tmp_path):
+    with pytest.raises(EnvironmentConflictError, match="cannot be read: No such file"):
+        secret_of(tmp_path / "none")
+    with pytest.raises(EnvironmentConflictError, match="is no file"):
+        secret_of(tmp_path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(EnvironmentConflictError, match="is no file"):
+        secret_of(tmp_path / "pipe")

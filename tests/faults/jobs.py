@@ -15,9 +15,8 @@ import time
 import psutil
 
 from tests.faults.injection import Fault, Outcome
-from tests.launch.launching import PIPES
 from tests.preloaded import preloaded, rank_name
-from tests.ranks import FOR_OPEN_MPI, OF_OPEN_MPI, SEGMENTS, TORCH, rank_environment
+from tests.ranks import FOR_OPEN_MPI, OF_OPEN_MPI, PIPES, SEGMENTS, TORCH, rank_environment
 
 TIMEOUT_SECONDS = 3  # HVDKIT_TIMEOUT_SECONDS
 START_TIMEOUT_SECONDS = 8  # which a slow rank must not exceed
@@ -27,7 +26,6 @@ SETTLE_SECONDS = 5
 
 
 def run_with_fault(fault: Fault, transport: str, ranks: int) -> Outcome:
-    """Run one job to its end."""
     with (
         tempfile.TemporaryDirectory(prefix="fault-") as folder,
         tempfile.TemporaryDirectory(prefix=FOR_OPEN_MPI, dir=os.environ.get(SEGMENTS)) as segments,

@@ -89,14 +89,12 @@ class Training:
             assert torch.equal(one.grad, PATTERN * number * sum_of_ranks()), "a sum is wrong"
 
     def check_after(self, rounds: int) -> None:
-        """The weights have taken exactly so many steps."""
         steps = sum(range(rounds + 1))
         for one in self.parameters:
             assert torch.equal(one.detach(), -PATTERN * steps * sum_of_ranks())
 
 
 def sum_of_ranks() -> int:
-    """All ranks' factors."""
     return sum(range(1, hvd.size() + 1))
 
 

@@ -49,7 +49,6 @@ class Port:
 
 
 def open_ports(*pids: int) -> list[Port]:
-    """All TCP ports at which these processes listen."""
     found = set()
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -70,7 +69,6 @@ def send(port: Port, message: bytes) -> None:
 
 
 def attack(ports: list[Port], *more: bytes) -> None:
-    """Send all nonsense, and ``more``, to each port."""
     for port in ports:
         for message in (*NONSENSE.values(), *more):
             send(port, message)

@@ -49,7 +49,6 @@ def run(count: int, seed: int, transports: Sequence[str]) -> list[Entry]:
 
 
 def table(entries: Sequence[Entry], timeout_seconds: float) -> str:
-    """The report: fault by transport."""
     right = sum(not entry.verdict.problems for entry in entries)
     lines = [
         f"{right} of {len(entries)} jobs of {RANKS} ranks ended as they must "

@@ -11,16 +11,15 @@ import torch
 
 import hvdkit.torch as hvd
 from tests import measured
+from tests.waiting import until
 
 WAITING_SECONDS = 20.0
 
 
 def wait_for_others(folder: Path, me: str, start: int) -> None:
     """Until another rank is about to call init, so that it has probably said so when this one dies."""
-    deadline = time.monotonic() + WAITING_SECONDS
-    while not any(path.name.split(".")[1] != me for path in folder.glob("begins.*")):
-        assert time.monotonic() < deadline, f"start {start} of {me}: nobody else began"
-        time.sleep(0.01)
+    others = f"in start {start} of {me}, that another rank begins"
+    until(lambda: any(path.name.split(".")[1] != me for path in folder.glob("begins.*")), WAITING_SECONDS, others)
     time.sleep(0.1)
 
 

@@ -35,7 +35,6 @@ class Striker:
             self._timer.join()
 
     def at(self, moment: str) -> None:
-        """This rank has come to ``moment``."""
         fault = self._fault
         if fault is None or fault.moment != moment:
             return

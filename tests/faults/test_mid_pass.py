@@ -1,4 +1,7 @@
-"""A rank that dies, stops or falls behind in the middle of a pass through shared memory, where others need its part."""
+"""A rank that dies, stops or falls behind in the middle of a pass through shared memory, where others need its part.
+
+A rank that was stopped there and outlived changes nothing when it is woken.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.ranks import TORCH, start_ranks
+from tests.ranks import TORCH, run_ranks, start_ranks
 from tests.transports.shared import needs_memory_files, needs_native
 
 pytestmark = [needs_native, needs_memory_files]
@@ -73,11 +76,6 @@ def noticed(output: str) -> dict[int, float]:
     return seconds
 
 
-def kept_what_they_had(output: str) -> list[int]:
-    """The ranks whose weights and inputs were as before the step or call that raised."""
-    return [rank for rank in (0, 2) if f"RANK {rank} KEPT" in output]
-
-
 @pytest.mark.essential(transport="torch")
 @pytest.mark.parametrize("ranks", [2, 3])  # two are one node, a third one is on another
 @pytest.mark.parametrize(("scenario", "timeout_seconds"), [("killed", 60), ("stopped", TIMEOUT_SECONDS)])
@@ -90,7 +88,8 @@ def test_the_others_learn_that_a_rank_was_killed_or_stopped(scenario, timeout_se
         assert sorted(seconds) == [rank for rank in range(ranks) if rank != 1], output
     if scenario == "stopped" or transport == "torch":
         assert seconds, output
-        assert kept_what_they_had(output) == sorted(seconds), output
+        kept_what_they_had = [rank for rank in (0, 2) if f"RANK {rank} KEPT" in output]
+        assert kept_what_they_had == sorted(seconds), output
     limits = KILLED_WITHIN_SECONDS if scenario == "killed" else dict.fromkeys((0, 2), STOPPED_WITHIN_SECONDS)
     assert all(seconds[rank] < limits[rank] for rank in seconds), output
 
@@ -100,3 +99,39 @@ def test_a_late_rank_is_waited_for_and_sums_are_exact(ranks, transport):
     output = output_of("late", ranks, transport, 60)
     assert len(struck(output)) == 1, output
     assert output.count("WENT ON") == ranks, output  # each compared every result with the exact sum
+
+
+def output_of_late_writer(scenario: str, ranks: int) -> str:
+    """What all ranks printed; those that outlive rank 1 wake it."""
+    status, output = run_ranks(
+        [sys.executable, "-m", "tests.faults.late_writer", scenario],
+        ranks,
+        "torch",
+        timeout=120,
+        preload=TORCH,
+        HVDKIT_TIMEOUT_SECONDS=str(TIMEOUT_SECONDS),
+        HVDKIT_VERIFY="0",
+        HOROVOD_FUSION_THRESHOLD=str(1 << 30),  # one operation a step, so that one pass is the whole step
+    )
+    assert "STRIKES " in output, output
+    assert "RANK 1 HAS WRITTEN" in output, output
+    assert status == 0, output
+    return output
+
+
+def test_the_injection_injects():
+    output = output_of_late_writer("unprotected", 2)
+    assert "RANK 0 WAS CHANGED" in output, output
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_byte_of_the_others_changes_and_they_go_on_once_they_have_cleared_their_gradients(ranks):
+    output = output_of_late_writer("protected", ranks)
+    for rank in (0, 2)[: ranks - 1]:
+        assert f"RANK {rank} KEPT ALL" in output, output
+        assert f"RANK {rank} WENT ON" in output, output
+        noticed = next(line for line in output.splitlines() if line.startswith(f"RANK {rank} NOTICED"))
+        assert all(words in noticed for words in ("rank 1", "half summed", "HINT"))
+    assert "RANK 1 NOTICED" in output, output  # the woken rank gets an error, and no wrong sums
+    assert "RANK 1 TOOK ALL STEPS" not in output
+    assert "a sum is wrong" not in output

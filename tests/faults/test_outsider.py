@@ -19,10 +19,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from hvdkit.environments.network import is_loopback
 from tests.faults.outsider import ALL_INTERFACES, Port, Recorder, attack, holding, open_ports
-from tests.launch.launching import PIPES, outputs_of
+from tests.launch.launching import outputs_of
 from tests.preloaded import preloaded, rank_name
-from tests.ranks import TORCH, free_port, rank_environment
-from tests.transports.shared import gone_within, needs_native
+from tests.ranks import PIPES, TORCH, free_port, rank_environment
+from tests.transports.shared import needs_native
+from tests.waiting import until
 
 START_SECONDS = 90
 END_SECONDS = 60
@@ -86,7 +87,7 @@ def job(
         yield started
     finally:
         started.stop()
-    assert gone_within(SETTLE_SECONDS, lambda: processes_of_tests() - before), processes_of_tests() - before
+    until(lambda: not processes_of_tests() - before, SETTLE_SECONDS, lambda: processes_of_tests() - before)
 
 
 def processes_of_tests() -> set[int]:
@@ -211,7 +212,7 @@ def test_nothing_is_kept_of_an_outsider_who_reaches_rank_0_before_all_ranks_have
     environments = [{**one, "HVDKIT_SECRET_FILE": str(secret)} for one in by_hand("127.0.0.1", port, port)]
     ranks = Job(tmp_path, [[]], environments[:1], preload=False)
     try:
-        assert gone_within(START_SECONDS, lambda: not listens(port)), ranks.stop()
+        until(lambda: listens(port), START_SECONDS, ranks.stop)
         before = resident_bytes(ranks.processes[0])
         refused = sum(send_until_refused(port, MEGABYTES << 20) for _ in range(SENDERS))
         assert refused == SENDERS, "an outsider could say more than a greeting"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import PIPES, outputs_of
+from tests.launch.launching import outputs_of
 from tests.preloaded import preloaded
-from tests.ranks import TORCH, free_port, rank_environment
+from tests.ranks import PIPES, TORCH, free_port, rank_environment
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 pytestmark = pytest.mark.skipif(not TORCHRUN.exists(), reason="torchrun is not beside this Python")

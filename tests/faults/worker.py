@@ -18,7 +18,6 @@ from tests import measured
 
 
 def misbehave(scenario: str) -> None:
-    """What rank 1 does while the others wait for it."""
     if scenario == "raises":
         raise RuntimeError("this rank cannot go on")
     if scenario == "exits":

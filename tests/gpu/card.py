@@ -1,4 +1,4 @@
-"""The device of the cases of this folder: a GPU, or the CPU in its place.
+"""The device of the tests of this folder, and the jobs that they run on: a GPU, or the CPU in its place.
 
 ``TESTS_DEVICE`` is "cuda" or "cpu"; ``TESTS_WAY`` is "nccl", or "host": gradients are copied to the host, summed there
 and copied back. On "cpu" another process group takes the place of NCCL, and threads those of streams.
@@ -11,14 +11,41 @@ import gc
 import os
 from collections.abc import Iterator
 
+import pytest
 import torch
 
-from tests.ranks import Skip
+from tests.on_ranks import on_ranks
+from tests.ranks import CASES, ROOT, Skip
 
 DEVICE = torch.device(os.environ.get("TESTS_DEVICE", "cpu"))
 WAY = os.environ.get("TESTS_WAY", "nccl")
 IS_GPU = DEVICE.type == "cuda"
 BUSY_CYCLES = 40_000_000  # about 20 ms
+WAYS = ["nccl", "host"]
+SECONDS = 60  # for a test, or the start
+
+
+def variables(way: str) -> dict[str, str]:
+    """The environment of ranks. On a GPU several jobs take turns, and the first step compiles kernels."""
+    return {
+        "TESTS_DEVICE": DEVICE.type,
+        "TESTS_WAY": way,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compilers would keep the pipe of a rank's output open
+        "HVDKIT_START_TIMEOUT_SECONDS": "90",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
+    }
+
+
+def on_card(*jobs: int, thorough: bool = False) -> list[pytest.MarkDecorator]:
+    """Mark a module's tests to run on jobs of these numbers of ranks, each way."""
+    options = {
+        "runner": "tests.gpu.ranks",
+        "preload": () if IS_GPU else CASES,  # CUDA does not live through a fork
+        "seconds": SECONDS,
+    }
+    ranks = [(size, "torch") for size in jobs]
+    return [on_ranks(*ranks, name=way, thorough=thorough, **options, **variables(way)) for way in WAYS]
 
 
 def check_way(lane: object) -> None:
@@ -30,7 +57,7 @@ def check_way(lane: object) -> None:
 
 
 def only_on_a_gpu() -> None:
-    """Skip a case that says nothing about the CPU, which has no streams."""
+    """Skip a test that says nothing about the CPU, which has no streams."""
     if not IS_GPU:
         raise Skip("needs a GPU")
 

@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass, field
 
 PYTEST = ("-m", "pytest", "-q", "--all", "-p", "tests.gpu.telling", "-p", "no:cacheprovider", "-p", "no:xdist")
-CARD = "tests/gpu/test_card.py"
 DOCTOR = "import sys; from hvdkit.command import main; sys.exit(main(['doctor']))"
 # Two ranks exchange a gradient by NCCL on one GPU: in turns on the GPU, and at the same time, if that works.
 NCCL_IN_TURNS, NCCL_WITH_MPS = "nccl-in-turns", "nccl-with-mps"
@@ -31,14 +30,14 @@ class Part:
     starts_ranks: bool = False  # and has a time limit for that, ``--timeout``
 
 
-def _tests(name: str, *arguments: str, seconds: int = 150, wants_mps: bool = False) -> Part:
-    return Part(name, (sys.executable, *PYTEST, *arguments), seconds, is_tests=True, wants_mps=wants_mps)
+def _tests(name: str, *arguments: str, wants_mps: bool = False) -> Part:
+    return Part(name, (sys.executable, *PYTEST, *arguments), 150, is_tests=True, wants_mps=wants_mps)
 
 
-def _cases(function: str, way: str, ranks: str = "", seconds: int = 150) -> Part:
-    place = f"{way}-{ranks}" if ranks else way
-    name = f"{function}-{place}"
-    return _tests(name, CARD, "-k", f"test_{function} and {place}", seconds=seconds, wants_mps=way == "nccl")
+def _on_card(subject: str, way: str, ranks: int = 2) -> Part:
+    """The tests of a subject on one job, as tests/gpu/card.py names it."""
+    module, job = f"tests/gpu/test_{subject}.py", f"{way}:{ranks}"
+    return _tests(f"{subject}-{way}-{ranks}", module, "-k", job, wants_mps=way == "nccl")
 
 
 def _figures(name: str, script: str, *arguments: str, seconds: int = 120) -> Part:
@@ -62,24 +61,24 @@ def all_parts(device: str) -> list[Part]:
         Part(NCCL_IN_TURNS, (python, "-m", "tests.gpu.one_step"), 90, is_alone=True),
         Part(NCCL_WITH_MPS, (python, "-m", "tests.gpu.one_step"), 90, is_alone=True, wants_mps=True),
         _tests("streams", "tests/gpu/test_streams.py"),
-        _cases("training", "nccl", "2"),
-        _cases("training", "host", "2"),
-        _cases("operations", "nccl", "2"),
-        _cases("operations", "host", "2"),
+        _on_card("training", "nccl"),
+        _on_card("training", "host"),
+        _on_card("operations", "nccl"),
+        _on_card("operations", "host"),
         _tests("codecs", "tests/transports/test_device_compression.py", "-k", device),
-        _cases("races", "nccl"),
-        _cases("races", "host"),
-        _cases("state", "nccl"),
-        _cases("state", "host"),
-        _tests("failures", CARD, "-k", "test_a_rank"),
+        _on_card("races", "nccl"),
+        _on_card("races", "host"),
+        _on_card("state", "nccl"),
+        _on_card("state", "host"),
+        _tests("failures", "tests/gpu/test_card.py"),
         _figures("codec-figures", "device_compression", *(("--device", "cpu", "--elements", "1e5") if small else ())),
         _figures("steps-1", "device_step", "--ranks", "1", *small),
         _figures("steps-2-nccl", "device_step", "--ranks", "2", "--way", "nccl", *small),
         _figures("steps-2-host", "device_step", "--ranks", "2", "--way", "host", *small),
-        _cases("operations", "nccl", "4"),
-        _cases("training", "nccl", "4"),
-        _cases("operations", "host", "4"),
-        _cases("training", "host", "4"),
+        _on_card("operations", "nccl", 4),
+        _on_card("training", "nccl", 4),
+        _on_card("operations", "host", 4),
+        _on_card("training", "host", 4),
         *(
             Part(
                 f"sanitizer-{way}",

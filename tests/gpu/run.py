@@ -178,7 +178,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def result(running: Running, seconds: float, status: int | None) -> dict[str, Any]:
-    """Return the result of a part that ended with ``status``, None if it was stopped."""
     cases_file = running.folder / "cases"
     cases = [json.loads(case) for case in cases_file.read_text().splitlines()] if cases_file.exists() else []
     entry: dict[str, Any] = {
@@ -198,14 +197,12 @@ def result(running: Running, seconds: float, status: int | None) -> dict[str, An
 
 
 def line(entry: dict[str, Any]) -> str:
-    """A part in one line."""
     counts = Counter(case["outcome"] for case in entry["cases"])
     cases = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome])
     return f"{entry['part']:18} {entry['outcome']:8} {entry['seconds']:6.1f} s  {cases or entry.get('why', '')}"
 
 
 def table(about: dict[str, str], ended: list[dict[str, Any]]) -> str:
-    """Return the results as text."""
     lines = [", ".join(f"{name} {value}" for name, value in about.items()), ""]
     for entry in ended:
         lines.append(line(entry))
@@ -240,7 +237,6 @@ def main() -> int:
 
 
 def go_through(run: Run, parts: Sequence[Part]) -> None:
-    """Start and end all parts."""
     waiting, running = list(parts), []
     while waiting or running:
         if run.left() < LAST_SECONDS:

@@ -22,7 +22,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Return the reason why a test did not pass, or was skipped."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[-1]).removeprefix("Skipped: ")
     return str(report.longrepr)

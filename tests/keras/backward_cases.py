@@ -7,7 +7,6 @@ import inspect
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.keras.checks import check_close, check_same_bits
 from tests.keras.models import gradients_of, train
 from tests.told import told
 from tests.torch.ownership_support import Passing
+from tests.waiting import until
 
 WIDTH = 160  # a matrix of so many rows and columns is large enough for the arena
 GRADIENTS = 6
@@ -51,7 +51,6 @@ def handed_over() -> Iterator[list[int]]:
 
 
 def lane_of(gradients: Any) -> Any:
-    """The lane of an optimizer's gradients, if there is one."""
     routes = None if gradients is None or gradients._synchronizer is None else gradients._synchronizer._agreement
     return None if routes is None or routes.planned is None else routes.planned.lane
 
@@ -69,14 +68,12 @@ def layers(inside: Callable[[], keras.layers.Layer] | None = None) -> list[keras
 
 
 def compiled(optimizer: Any, kind: Any = keras.Sequential, inside: Any = None) -> Any:
-    """Return a model of a class with an optimizer."""
     made = kind(layers(inside))
     made.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
     return made
 
 
 def sgd(rate: float = 0.1) -> Any:
-    """Return a plain optimizer."""
     return keras.optimizers.SGD(rate)
 
 
@@ -378,10 +375,7 @@ def case_who_waits_for_a_late_rank_can_be_interrupted(hvd):
             continue
         # Also until this rank has heard of it: rank 0 may have sent all that this rank needs for the step.
         lane = lane_of(vars(model.optimizer)["_hvdkit_step"]._gradients)
-        deadline = time.monotonic() + 60
-        while not is_interrupted.exists() or not lane.abandonment.ranks:
-            assert time.monotonic() < deadline, "rank 0 still waits for this rank"
-            time.sleep(0.01)
+        until(lambda lane=lane, path=is_interrupted: path.exists() and lane.abandonment.ranks, what="rank 0 gives up")
         shutil.rmtree(folder)
         with told(HorovodInternalError, "rank 0", "an exception"):
             model.train_on_batch(x, y)

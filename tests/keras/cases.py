@@ -19,7 +19,7 @@ from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
 from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, whole
 from tests.keras.checks import check_close, check_equal, check_same_bits, numbers, only_tensorflow, only_with_others
-from tests.keras.models import TENSORFLOW, compiled, gradients_of, model, steps_of_one_process, train
+from tests.keras.models import TENSORFLOW, Registered, compiled, gradients_of, model, steps_of_one_process, train
 from tests.keras.shared_cases import of_unknown_length
 from tests.ranks import Skip
 from tests.told import told, warned
@@ -196,11 +196,6 @@ def case_values_that_replace_a_variable_are_the_largest_of_all(hvd):
             optimizer.apply([value, value], [weight, scale])
         largest = [hvd.size(), -1.0 if passes == 1 else 0.0]  # as Keras, which begins with zero
         np.testing.assert_allclose(numbers([scale])[0], largest)
-
-
-@keras.saving.register_keras_serializable(package="hvdkit_tests")
-class Registered(keras.optimizers.SGD):
-    """Somebody's optimizer, registered."""
 
 
 class Own(keras.optimizers.Optimizer):

@@ -22,12 +22,10 @@ def only_with_others(hvd: Any) -> None:
 
 
 def numbers(variables: Sequence[Any]) -> list[Any]:
-    """Return the values of variables, as arrays."""
     return [np.array(variable.numpy()) for variable in variables]
 
 
 def check_equal(values: Sequence[Any], others: Sequence[Any]) -> None:
-    """Assert that arrays are equal to others, element by element."""
     for value, other in zip(values, others, strict=True):
         np.testing.assert_array_equal(value, other)
 

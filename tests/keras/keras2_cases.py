@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.keras.batches import batches, joined, whole
 from tests.keras.checks import check_close, check_same_bits
-from tests.keras.models import compiled, keras, train
+from tests.keras.models import Registered, compiled, keras, train
 from tests.keras.shared_cases import ADAMS
 from tests.told import told, warned
 
@@ -42,11 +42,6 @@ def case_several_passes_make_a_step(hvd):
             assert int(ours.optimizer.iterations) == 2
             check_same_bits(hvd, ours)
             check_close(ours, train(compiled(new()), joined(hvd, 2)))
-
-
-@keras.saving.register_keras_serializable(package="hvdkit_tests")
-class Registered(keras.optimizers.SGD):
-    """Somebody's optimizer, registered."""
 
 
 def case_registered_classes_keep_their_names(hvd):

@@ -16,6 +16,11 @@ else:
 TENSORFLOW = IS_KERAS_2 or keras.backend.backend() == "tensorflow"
 
 
+@keras.saving.register_keras_serializable(package="hvdkit_tests")
+class Registered(keras.optimizers.SGD):
+    """Somebody's optimizer, registered."""
+
+
 def model(seed: int = 1, dtype: str = "float64") -> Any:
     """Two layers; the same weights for the same seed."""
     keras.utils.set_random_seed(seed)
@@ -29,14 +34,12 @@ def model(seed: int = 1, dtype: str = "float64") -> Any:
 
 
 def compiled(optimizer: Any, seed: int = 1, dtype: str = "float64", **options: Any) -> Any:
-    """The model with an optimizer."""
     made = model(seed, dtype)
     made.compile(optimizer=optimizer, loss="mse" if IS_KERAS_2 else keras.losses.MeanSquaredError(), **options)
     return made
 
 
 def train(made: Any, data: Sequence[tuple[Any, ...]]) -> Any:
-    """A step for each batch."""
     for x, y in data:
         made.train_on_batch(x, y)
     return made

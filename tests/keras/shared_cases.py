@@ -32,7 +32,6 @@ ADAMS, SGDS = of_each_kind("Adam", 0.01), of_each_kind("SGD", 0.1)
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
-    """Return makers of every optimizer, by name."""
     found = {
         f"{prefix}{name}": functools.partial(kind, learning_rate=0.01)
         for prefix, module in MODULES.items()

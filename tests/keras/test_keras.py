@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.on_ranks import RankedCases
 from tests.ranks import TORCH
 
-RUNNER = "tests.tensorflow.runner"
 PRELOADS = {"tensorflow": ("tensorflow", "keras", "pytest", "hvdkit.keras"), "torch": (*TORCH, "keras", "hvdkit.keras")}
-RESULTS = {
-    backend: RankedCases(
-        *("tests.keras.shared_cases", "tests.keras.cases"), runner=RUNNER, preload=preload, KERAS_BACKEND=backend
+
+
+def cases(*modules: str, backend: str, preload: tuple[str, ...] = (), **options: Any) -> RankedCases:
+    """The cases of modules of this folder on a backend."""
+    return RankedCases(
+        *(f"tests.keras.{module}" for module in modules),
+        runner="tests.tensorflow.runner",
+        preload=preload or PRELOADS[backend],
+        KERAS_BACKEND=backend,
+        **options,
     )
-    for backend, preload in PRELOADS.items()
-}
-VERIFIED = {
-    backend: RankedCases(
-        "tests.keras.verification_cases", runner=RUNNER, preload=preload, KERAS_BACKEND=backend, HVDKIT_VERIFY="1"
-    )
-    for backend, preload in PRELOADS.items()
-}
-KERAS_2 = RankedCases(
-    *("tests.keras.shared_cases", "tests.keras.keras2_cases"),
-    runner=RUNNER,
-    preload=("tensorflow", "pytest", "hvdkit.tensorflow.keras"),
-    KERAS_BACKEND="tensorflow",
-    TF_USE_LEGACY_KERAS="1",
-)
-BACKWARD = {
-    where: RankedCases(
-        "tests.keras.backward_cases",
-        runner=RUNNER,
-        preload=PRELOADS["torch"],
-        per_node=per_node,
-        KERAS_BACKEND="torch",
-        HVDKIT_FUSION_THRESHOLD="65536",  # so that gradients are in several buckets
-    )
+
+
+RESULTS = {backend: cases("shared_cases", "cases", backend=backend) for backend in PRELOADS}
+VERIFIED = {backend: cases("verification_cases", backend=backend, HVDKIT_VERIFY="1") for backend in PRELOADS}
+OF_KERAS_2 = {"preload": ("tensorflow", "pytest", "hvdkit.tensorflow.keras"), "TF_USE_LEGACY_KERAS": "1"}
+KERAS_2 = cases("shared_cases", "keras2_cases", backend="tensorflow", **OF_KERAS_2)
+BACKWARD = {  # gradients are in several buckets
+    where: cases("backward_cases", backend="torch", per_node=per_node, HVDKIT_FUSION_THRESHOLD="65536")
     for where, per_node in (("one node", None), ("two nodes", 1))
 }
 TRANSPORTS = {"tensorflow": "mpi", "torch": "torch"}

@@ -66,6 +66,12 @@ def assert_same_bits(got: Array, expected: Array) -> None:
     np.testing.assert_array_equal(bit_patterns(got), bit_patterns(expected))
 
 
+def reduced(kernels: Any, sources: list[Array], op: ReduceOp, scale: Any = 1.0, into: Any = None) -> Array:
+    destination = np.empty(sources[0].size, into or sources[0].dtype)
+    kernels.reduce_into(destination, sources, op, scale)
+    return destination
+
+
 def destinations(dtype: np.dtype[Any]) -> list[np.dtype[Any]]:
     """The dtypes that sources of ``dtype`` may be reduced to."""
     return [dtype, DTYPES["float32"]] if dtype in HALVES else [dtype]

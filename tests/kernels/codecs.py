@@ -11,13 +11,8 @@ import pytest
 from hvdkit.kernels import numpy_codecs, numpy_kernels, numpy_sparse
 from tests.kernels.arrays import Array, misaligned, native, needs_native
 
-NAMES = {
-    numpy_codecs: ("quantise_into", "dequantise_into", "sign_into", "unsign_into"),
-    numpy_sparse: ("select_into", "scatter_add_into", "sum_pairs_into", "abs_sample_into", "momentum_into"),
-    numpy_kernels: ("checksum",),
-}
-twins = SimpleNamespace(**{name: getattr(module, name) for module, names in NAMES.items() for name in names})
-
+# All kernels of numpy in one place, as the native ones are.
+twins = SimpleNamespace(**vars(numpy_codecs) | vars(numpy_sparse) | vars(numpy_kernels))
 CODEC_BACKENDS = [pytest.param(twins, id="numpy"), pytest.param(native, id="native", marks=needs_native)]
 
 # Around the widths of vectors and of blocks, and beyond one chunk of the native code.
@@ -48,7 +43,6 @@ _GUARD = 64
 
 
 def floats(rng: np.random.Generator, kind: str, size: int) -> Array:
-    """float32 of one of KINDS."""
     return np.asarray(KINDS[kind](rng, size), dtype=np.float32)
 
 

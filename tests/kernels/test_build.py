@@ -53,15 +53,8 @@ def build(
     # Older setuptools compile C++ with CC.
     environment = {**os.environ, "CXX": compiler, "CC": compiler, "PYTHONPATH": ""}
     environment.update({"HVDKIT_REQUIRE_NATIVE": "", "HVDKIT_PURE": "", **variables})
-    return subprocess.run(
-        [sys.executable, "setup.py", *command],
-        capture_output=True,
-        text=True,
-        cwd=tree,
-        env=environment,
-        timeout=240,
-        check=False,
-    )
+    command = (sys.executable, "setup.py", *command)
+    return subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment, timeout=240)
 
 
 def used(folder: Path) -> list[str]:

@@ -1,23 +1,15 @@
 """Kernels keep subnormal numbers in a thread that flushes them, and leave the thread as it was."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from hvdkit.kernels import ReduceOp, Scale, numpy_codecs, numpy_kernels, numpy_sparse
-from tests.kernels.arrays import native, needs_native
+from hvdkit.kernels import ReduceOp, Scale
+from tests.kernels.codecs import CODEC_BACKENDS
 
 TINY, TWICE = np.float32(1e-40), np.float32(2e-40)  # nothing may be computed from them in here
 PLACES = np.arange(512, dtype=np.uint32)
-
-
-modules = (numpy_kernels, numpy_codecs, numpy_sparse)
-twins = SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
-pytestmark = pytest.mark.parametrize(
-    "kernels", [pytest.param(twins, id="numpy"), pytest.param(native, id="native", marks=needs_native)]
-)
+pytestmark = pytest.mark.parametrize("kernels", CODEC_BACKENDS)
 
 
 @pytest.fixture(autouse=True)

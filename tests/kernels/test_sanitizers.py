@@ -76,7 +76,6 @@ class Sanitized:
 
 @pytest.fixture(scope="session", params=SANITIZERS)
 def sanitized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
-    """The driver under each sanitizer."""
     return Sanitized(some_compiler(), request.param, tmp_path_factory.mktemp(request.param))
 
 

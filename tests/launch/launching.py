@@ -6,8 +6,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,14 @@ from pathlib import Path
 import psutil
 
 from hvdkit.launch import worker
-from tests.ranks import ROOT, rank_environment
+from tests.ranks import PIPES, ROOT, rank_environment
+from tests.waiting import until
 
 # Far longer than anything here takes; a test that needs it has failed.
 PATIENCE_SECONDS = 60
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}  # of Popen: one for both
 DYING_SECONDS = 2
+# The beginning of a rank's code, however it is started.
+RANK = "import os, signal, sys, time; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
 
 
 @dataclass
@@ -90,22 +90,10 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def check_gone(mark: str) -> None:
     """Assert that no process with this argument is left, after at most DYING_SECONDS."""
-    deadline = time.monotonic() + DYING_SECONDS
-    while (left := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert left == []
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition that must hold soon; ``what`` describes it."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
+    until(lambda: not marked(mark), DYING_SECONDS, lambda: f"the end of {marked(mark)}")
 
 
 def write_program(path: Path, text: str) -> Path:
-    """Write an executable file."""
     path.write_text(text)
     path.chmod(0o755)
     return path

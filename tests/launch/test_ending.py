@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 
-from tests.launch.launching import PATIENCE_SECONDS, call, check_gone, marked, marker, running, wait_until
+from tests.launch.launching import PATIENCE_SECONDS, RANK, call, check_gone, marked, marker, running
+from tests.waiting import until
 
-RANK = "import os, sys, time, signal; rank = os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
 SLEEP = "time.sleep(600)"
 # A rank with a process of its own, both deaf to SIGTERM.
 STUBBORN = f"""{RANK}
@@ -70,7 +70,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(controller, number, status):
         pytest.skip("this signal is ignored here, as under nohup, and a launcher started here rightly ignores it too")
     mark = marker()
     with running([controller, "-np", "2"], f"{STUBBORN}\n{SLEEP}", mark) as launcher:
-        wait_until(lambda: len(marked(mark)) >= 4, "both ranks and their children run")
+        until(lambda: len(marked(mark)) >= 4, what="both ranks and their children run")
         launcher.send_signal(number)
         assert launcher.wait(PATIENCE_SECONDS) == status
         check_gone(mark)
@@ -80,16 +80,16 @@ def test_a_killed_launcher_leaves_no_process_that_is_deaf_and_left_its_ranks_gro
     mark = marker()
     code = STUBBORN.replace("sys.argv[1]]", "sys.argv[1]], start_new_session=True") + SLEEP
     with running([controller, "-np", "2"], code, mark) as launcher:
-        wait_until(lambda: len(marked(mark)) >= 4, "both ranks and their children run")
+        until(lambda: len(marked(mark)) >= 4, what="both ranks and their children run")
         launcher.kill()
         launcher.wait(PATIENCE_SECONDS)
-        wait_until(lambda: marked(mark) == [], "all that a killed launcher started ends")
+        until(lambda: marked(mark) == [], what="all that a killed launcher started ends")
 
 
 def test_a_killed_worker_ends_the_job():
     mark = marker()
     with running(["--gloo", "-np", "2"], f"{RANK}\n{SLEEP}", mark) as launcher:
-        wait_until(lambda: len(marked(mark)) >= 2, "both ranks run")
+        until(lambda: len(marked(mark)) >= 2, what="both ranks run")
         marked(mark)[0].parent().kill()
         assert launcher.wait(PATIENCE_SECONDS) == 128 + 9
         check_gone(mark)
@@ -101,7 +101,7 @@ def test_an_mpirun_that_could_not_clean_up_leaves_no_files(killed, monkeypatch):
     mark = marker()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # sockets need a short path
         with running(["--mpi", "-np", "2"], f"{STUBBORN}\n{SLEEP}", mark, TMPDIR=folder) as launcher:
-            wait_until(lambda: len(marked(mark)) >= 4, "both ranks and their children run")
+            until(lambda: len(marked(mark)) >= 4, what="both ranks and their children run")
             [scratch] = os.listdir(folder)
             assert os.listdir(os.path.join(folder, scratch)) != []
             mpirun = next(one for one in psutil.Process(launcher.pid).children(recursive=True) if mark in one.cmdline())
@@ -112,7 +112,7 @@ def test_an_mpirun_that_could_not_clean_up_leaves_no_files(killed, monkeypatch):
             else:
                 (mpirun if killed == "mpirun" else launcher).kill()
             launcher.wait(PATIENCE_SECONDS)
-            wait_until(lambda: os.listdir(folder) == [], "its files go")
+            until(lambda: os.listdir(folder) == [], what="its files go")
         check_gone(mark)
 
 

@@ -20,7 +20,8 @@ from tests.launch.launching import outputs_of
 from tests.preloaded import preloaded
 from tests.ranks import ROOT, TORCH, free_port, mpirun, rank_environment
 
-MODULE = "tests.launch.introduce"
+MODULE = "tests.cluster.programs.introduce"
+PLACE = ("local_rank", "local_size", "cross_rank", "cross_size")
 RANK = [sys.executable, "-m", MODULE]
 BY_HAND: list[list[str]] = [[], []]  # two ranks that nothing starts but this test
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -40,19 +41,20 @@ def run(
     assert [process.returncode for process in processes] == [0] * len(processes), ended
     lines = [line for out, _ in ended for line in out.splitlines()]
     reports = [json.loads(line[line.index("{") :]) for line in lines if "{" in line]  # hvdkitrun puts the rank in front
-    return {rank["rank"]: rank for rank in reports}
+    names = ("transport", "rank", "size", *PLACE, "sum", "weight")
+    return {report["rank"]: {name: report[name] for name in names} for report in reports}
 
 
 def two_ranks(transport: str, one_host: bool = True) -> dict[int, dict[str, object]]:
     """What two ranks must say: on one host, or one each on two."""
-    names = ["local_rank", "local_size", "cross_rank", "cross_size"]
     return {
         rank: {
             "transport": transport,
             "rank": rank,
             "size": 2,
-            **dict(zip(names, (rank, 2, 0, 1) if one_host else (0, 1, rank, 2), strict=True)),
+            **dict(zip(PLACE, (rank, 2, 0, 1) if one_host else (0, 1, rank, 2), strict=True)),
             "sum": 3.0,
+            "weight": [-1.5],
         }
         for rank in (0, 1)
     }

@@ -7,16 +7,8 @@ import signal
 
 import pytest
 
-from tests.launch.launching import (
-    PATIENCE_SECONDS,
-    call,
-    check_gone,
-    marked,
-    marker,
-    running,
-    wait_until,
-    write_program,
-)
+from tests.launch.launching import PATIENCE_SECONDS, RANK, call, check_gone, marked, marker, running, write_program
+from tests.waiting import until
 
 # Takes the options off, wants the host's name, and starts the rest through a shell as sshd does.
 SSH = """#!/bin/sh
@@ -54,9 +46,7 @@ def test_ranks_on_other_hosts_get_their_place_the_callers_variables_and_folder(p
 @pytest.mark.parametrize("flags", [HOSTS, ["--mpi", *HOSTS[1:5]]], ids=["gloo", "mpi"])
 def test_a_rank_that_fails_on_another_host_ends_all_and_is_named_with_it(path, flags):
     mark = marker()
-    rank = "os.environ.get('HVDKIT_RANK') or os.environ['OMPI_COMM_WORLD_RANK']"
-    code = f"import os, sys, time\nif ({rank}) == '2': sys.exit(6)\ntime.sleep(600)"
-    result = call(flags, code, mark, PATH=path)
+    result = call(flags, f"{RANK}if rank == '2': sys.exit(6)\ntime.sleep(600)", mark, PATH=path)
     assert result.status == 6
     assert "rank 2 on far.invalid exited with code 6" in result.last_words
     check_gone(mark)
@@ -66,10 +56,10 @@ def test_a_rank_that_fails_on_another_host_ends_all_and_is_named_with_it(path, f
 def test_a_launcher_that_ends_leaves_no_rank_on_another_host(path, number):
     mark = marker()
     with running(HOSTS, "import time; time.sleep(600)", mark, PATH=path) as launcher:
-        wait_until(lambda: len(marked(mark)) >= 3, "all ranks run")
+        until(lambda: len(marked(mark)) >= 3, what="all ranks run")
         launcher.send_signal(number)
         launcher.wait(PATIENCE_SECONDS)
-        wait_until(lambda: marked(mark) == [], "all ranks end")
+        until(lambda: marked(mark) == [], what="all ranks end")
 
 
 def test_an_address_that_cannot_be_found_is_told_with_what_to_do(path):

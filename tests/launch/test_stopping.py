@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from hvdkit.launch.options import parse
-from tests.launch.launching import PATIENCE_SECONDS, PIPES, check_gone, marked, marker, wait_until, write_program
+from tests.launch.launching import PATIENCE_SECONDS, RANK, check_gone, marked, marker, write_program
 from tests.launch.test_ssh import SSH
-from tests.ranks import rank_environment
+from tests.ranks import PIPES, rank_environment
+from tests.waiting import until
 
 SAVING_SECONDS = 0.6  # longer than mpirun's own patience, a quarter of a second
 # A rank that counts its SIGTERMs, saves the count, and ends; its arguments: a folder, the seconds to save, a marker.
 SAVES = """
-import os, signal, sys, time
-rank = os.environ.get("HVDKIT_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 folder, seconds, count = sys.argv[1], float(sys.argv[2]), 0
 
 def save(*_):
@@ -56,7 +55,7 @@ class Job:
 
     def __init__(self, folder: Path, *flags: str, code: str = "", saving: float = SAVING_SECONDS, script: str = ""):
         self.folder, self.mark = folder, marker()
-        rank = [sys.executable, "-c", SAVES + code + READY, str(folder), str(saving), self.mark]
+        rank = [sys.executable, "-c", RANK + SAVES + code + READY, str(folder), str(saving), self.mark]
         command = [*(["sh", "-c", script, "sh"] if script else []), *rank]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hvdkit.launch", *flags, *command],
@@ -65,7 +64,7 @@ class Job:
         )
 
     def wait_for_ranks(self, size: int) -> None:
-        wait_until(lambda: len(list(self.folder.glob("ready.*"))) == size, "all ranks run")
+        until(lambda: len(list(self.folder.glob("ready.*"))) == size, what="all ranks run")
 
     def end(self, *signals: int, pause: float = 0.0) -> tuple[int, str, float]:
         """Send signals; the exit status, the output and how long that took."""
@@ -109,7 +108,7 @@ def test_ranks_on_other_hosts_save_too(controller, tmp_path):
 def test_ranks_save_after_another_has_ended_and_then_the_job_ends(controller, tmp_path):
     job = Job(tmp_path, controller, "-np", "2", "--stop-grace", "600", code="if rank == '1':\n    sys.exit(0)\n")
     job.wait_for_ranks(1)
-    wait_until(lambda: len(marked(job.mark)) == 1, "rank 1 has ended")
+    until(lambda: len(marked(job.mark)) == 1, what="rank 1 has ended")
     status, output, _ = job.end(signal.SIGTERM)
     assert job.saved() == ["1\n"]
     assert (status, output.splitlines()[-1]) == (143, "hvdkitrun: ended all ranks after SIGTERM"), output
@@ -135,7 +134,7 @@ def test_a_second_sigterm_ends_all_at_once(controller, hosts, tmp_path):
     job.wait_for_ranks(2)
     status, _, _ = job.end(signal.SIGTERM, signal.SIGTERM, pause=0.5)
     assert status == 143
-    wait_until(lambda: marked(job.mark) == [], "all ranks end")
+    until(lambda: marked(job.mark) == [], what="all ranks end")
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.4])

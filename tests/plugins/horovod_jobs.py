@@ -49,7 +49,6 @@ def does_not_start() -> None:
 
 
 def carried() -> None:
-    """Print what carries the job, and that it works."""
     hvd.init()
     from hvdkit.engine.session import runtime
 

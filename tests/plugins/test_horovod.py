@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit.plugins.horovod.engine import NOT_INSTALLED, find_native_part
+from tests.launch.launching import Result, run_to_end
 from tests.on_ranks import RankedCases
-from tests.ranks import ROOT, rank_environment, run_ranks
+from tests.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.skipif(find_native_part() is None, reason=f"{NOT_INSTALLED}: not tested")
 
@@ -36,12 +36,10 @@ def job(name: str, ranks: int, connected: str, **environment: str) -> tuple[int,
     return run_ranks([*JOB, name], ranks, connected, PATIENCE_SECONDS, **{**ASKED, **environment})
 
 
-def finished(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def finished(command: list[str], **environment: str) -> Result:
     """Run a launcher to its end, which must be a good one."""
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
-    assert done.returncode == 0, done
+    done = run_to_end(command, PATIENCE_SECONDS, **environment)
+    assert done.status == 0, done
     return done
 
 
@@ -106,13 +104,13 @@ def test_nothing_is_said_about_operations_that_horovods_cache_forgets(connected)
 @pytest.mark.parametrize("flag", ["--mpi", "--gloo"])
 def test_hvdkitrun_carries_it_with_either_controller(flag):
     command = [sys.executable, "-m", "hvdkit.launch", flag, "-np", "2", *JOB, "carried"]
-    done = finished(command, rank_environment(**ASKED))
+    done = finished(command, **ASKED)
     assert done.stdout.count(": horovod 3.0") == 2, done
 
 
 @pytest.mark.skipif(not HOROVODRUN.exists(), reason="horovodrun is not beside this Python: not tested")
 def test_horovodrun_has_horovods_engine_carry_the_buffers():
-    done = finished([str(HOROVODRUN), "--gloo", "-np", "2", *JOB, "carried"], rank_environment(HOROVOD_GLOO_IFACE="lo"))
+    done = finished([str(HOROVODRUN), "--gloo", "-np", "2", *JOB, "carried"], HOROVOD_GLOO_IFACE="lo")
     assert done.stdout.count(": horovod 3.0") == 2, done
 
 
@@ -148,7 +146,7 @@ def test_a_broken_horovod_that_nobody_asked_for_is_told_once_and_left_alone(tmp_
     broken = broken_horovod(tmp_path)
     script = f'[ "$HOROVOD_RANK" = 1 ] && export PYTHONPATH={broken}; exec {" ".join(JOB)} carried'
     command = [str(HOROVODRUN), "--gloo", "-np", "2", "sh", "-c", script]
-    done = finished(command, rank_environment(HOROVOD_GLOO_IFACE="lo"))
+    done = finished(command, HOROVOD_GLOO_IFACE="lo")
     assert done.stdout.count(": torch 3.0") == 2, done
     told = done.stdout + done.stderr
     assert told.count("Horovod's engine is not used") == 1, told

@@ -63,6 +63,10 @@ def expected_seconds(jobs: Iterable[str], seconds: Mapping[str, float], workers:
     return max(ends) + START_SECONDS
 
 
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
 @functools.cache
 def read_durations() -> dict[str, float]:
     """Return the seconds that each job took when the durations were last written."""
@@ -70,5 +74,4 @@ def read_durations() -> dict[str, float]:
 
 
 def write_durations(seconds: Mapping[str, float]) -> None:
-    """Write the seconds that jobs took, for the next runs."""
     DURATIONS.write_text(json.dumps({job: round(seconds[job], 1) for job in sorted(seconds)}, indent=0) + "\n")

@@ -27,7 +27,7 @@ class Progress:
         self._expected = jobs.expected_seconds(self._tests, self._seconds, workers)
         self._started = self._told = time.monotonic()
         self._done = 0.0
-        about = f"{len(nodeids)} tests take about {_minutes(self._expected)} min on {workers} workers"
+        about = f"{len(nodeids)} tests take about {jobs.minutes(self._expected)} min on {workers} workers"
         print(f"hvdkit: {about}, more on a slow machine", flush=True)
         self._bar = None
         if sys.stdout.isatty():
@@ -38,7 +38,6 @@ class Progress:
         return max(self._seconds.get(job, jobs.SECONDS_OF_THE_UNKNOWN), LEAST_SECONDS)
 
     def ended(self, nodeid: str, outcome: str) -> None:
-        """One test has ended."""
         job = jobs.job_of(nodeid, self._seconds)
         share = self._weight(job) / self._tests[job]
         self._done += share
@@ -54,13 +53,8 @@ class Progress:
             self._told = now
             gone, part = now - self._started, self._done / self._work
             left = max(0.0, gone * (1 / part - 1)) if part > 0.2 else max(0.0, self._expected - gone)
-            print(f"{part:4.0%} after {_minutes(gone)}, about {_minutes(left)} left: {counts}", flush=True)
+            print(f"{part:4.0%} after {jobs.minutes(gone)}, about {jobs.minutes(left)} left: {counts}", flush=True)
 
     def close(self) -> None:
-        """The run has ended."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -24,8 +24,6 @@ RUNS = ("tests", "cluster")  # of pytest, by the name of what each told
 
 @dataclass
 class Result:
-    """How a test ended."""
-
     outcome: str = "passed"
     seconds: float = 0.0
     reason: str = ""
@@ -50,7 +48,7 @@ def table(runs: Mapping[str, Mapping[str, Any]], commit: str, processor: str) ->
         f"- commit: {commit}",
         f"- processor: {processor}",
         f"- tests: {len(tests)}, of which " + ", ".join(f"{outcomes[one]} {one}" for one in sorted(outcomes)),
-        *(f"- {name}: {_minutes(run['seconds'])} min" for name, run in runs.items()),
+        *(f"- {name}: {jobs.minutes(run['seconds'])} min" for name, run in runs.items()),
         "",
         "| folder | passed | skipped | failed | seconds, one after the other |",
         "|---|---|---|---|---|",
@@ -78,16 +76,11 @@ def table(runs: Mapping[str, Mapping[str, Any]], commit: str, processor: str) ->
 
 
 def durations(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """By job, its seconds."""
     tests = {nodeid: test for run in runs.values() for nodeid, test in run["tests"].items()}
     return jobs.told_of(
         {nodeid: jobs.job_of(nodeid, {}) for nodeid in tests},
         {nodeid: test["seconds"] for nodeid, test in tests.items()},
     )
-
-
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def _processor() -> str:

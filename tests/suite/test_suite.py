@@ -72,11 +72,17 @@ def test_a_test_is_essential_with_the_values_that_it_names() -> None:
     assert not sizes.has(parameters, {"transport": "mpi", "ranks": 2})
 
 
-def test_progress_is_by_time_and_in_lines_where_nobody_looks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "read_durations", lambda: {"tests/a.py::long": 90.0, "tests/b.py": 10.0})
+@pytest.fixture
+def durations(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Those of the last run of all tests; a line is printed for each test."""
+    taken: dict[str, float] = {}
+    monkeypatch.setattr(jobs, "read_durations", lambda: taken)
     monkeypatch.setattr("tests.suite.progress.LINE_EVERY_SECONDS", 0.0)
+    return taken
+
+
+def test_progress_is_by_time_and_in_lines_where_nobody_looks(capsys, durations) -> None:
+    durations.update({"tests/a.py::long": 90.0, "tests/b.py": 10.0})
     progress = Progress(["tests/a.py::long", "tests/b.py::one", "tests/b.py::two"], 2)
     assert "3 tests take about 1:36 min on 2 workers" in capsys.readouterr().out
     progress.ended("tests/b.py::one", "passed")
@@ -88,11 +94,8 @@ def test_progress_is_by_time_and_in_lines_where_nobody_looks(
     progress.close()
 
 
-def test_progress_of_tests_that_were_all_skipped_when_they_were_run_last(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "read_durations", lambda: {"tests/a.py": 0.0})
-    monkeypatch.setattr("tests.suite.progress.LINE_EVERY_SECONDS", 0.0)
+def test_progress_of_tests_that_were_all_skipped_when_they_were_run_last(capsys, durations) -> None:
+    durations["tests/a.py"] = 0.0
     progress = Progress(["tests/a.py::one"], 1)
     progress.ended("tests/a.py::one", "passed")
     assert "100% after 0:00" in capsys.readouterr().out
@@ -101,14 +104,9 @@ def test_progress_of_tests_that_were_all_skipped_when_they_were_run_last(
 
 def test_the_report_tells_counts_skips_and_durations() -> None:
     tests = {
-        "tests/a/test_x.py::one": {"outcome": "passed", "seconds": 61.0, "reason": "", "job": "tests/a/test_x.py"},
-        "tests/a/test_x.py::two": {
-            "outcome": "skipped",
-            "seconds": 0.0,
-            "reason": "Skipped: no GPU",
-            "job": "tests/a/test_x.py",
-        },
-        "tests/test_y.py::three": {"outcome": "failed", "seconds": 0.5, "reason": "", "job": "tests/test_y.py"},
+        "tests/a/test_x.py::one": {"outcome": "passed", "seconds": 61.0, "reason": ""},
+        "tests/a/test_x.py::two": {"outcome": "skipped", "seconds": 0.0, "reason": "Skipped: no GPU"},
+        "tests/test_y.py::three": {"outcome": "failed", "seconds": 0.5, "reason": ""},
     }
     text = report.table({"tests": {"seconds": 62.0, "tests": tests}}, "abc123", "A processor, 2 cores")
     assert "- commit: abc123" in text

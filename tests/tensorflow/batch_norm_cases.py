@@ -37,7 +37,6 @@ def rows_of(hvd: Any, batches: list[np.ndarray]) -> slice:
 
 
 def own_and_joined(hvd: Any, batches: list[np.ndarray], dtype: Any = None) -> tuple[Any, Any]:
-    """This rank's batch, and that of all."""
     return tf.constant(batches[hvd.rank()], dtype), tf.constant(np.concatenate(batches), dtype)
 
 

@@ -23,7 +23,6 @@ SHAPES = ((), (1,), (0,), (17,), (3, 0, 2), (5, 4), (2, 3, 4, 5))
 
 
 def needs_ranks(hvd: Any, number: int = 2) -> None:
-    """Skip a case on jobs of fewer ranks."""
     if hvd.size() < number:
         raise Skip(f"needs {number} ranks")
 
@@ -59,17 +58,14 @@ def values(rank: int, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def all_values(size: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
-    """What each rank has."""
     return [values(rank, shape, dtype) for rank in range(size)]
 
 
 def doubles(tensor: Any) -> np.ndarray:
-    """A tensor's values in float64."""
     return tf.cast(tensor, tf.float64).numpy()
 
 
 def check_equal(result: Any, expected: np.ndarray, dtype: Any, *what: Any) -> None:
-    """The result has the dtype, the shape and the values."""
     assert result.dtype == dtype, (result.dtype, dtype, *what)
     np.testing.assert_array_equal(doubles(result), expected, err_msg=str(what))
 

@@ -39,12 +39,10 @@ class Model(tf.Module):
 
 
 def batch(rank: int, dtype: Any = tf.float32, step: int = 0) -> Any:
-    """A rank's rows."""
     return tf.cast(np.random.default_rng([rank, step]).normal(size=(ROWS, 3)), dtype)
 
 
 def joined(hvd: Any, dtype: Any = tf.float32, step: int = 0) -> Any:
-    """All ranks' rows."""
     return tf.concat([batch(rank, dtype, step) for rank in range(hvd.size())], 0)
 
 
@@ -67,6 +65,17 @@ def reducing(hvd: Any, loss: Callable[..., Any], sources: Any, **options: Any) -
         with tf.GradientTape() as tape:
             value = loss(*arguments)
         return hvd.DistributedGradientTape(tape, **options).gradient(value, sources)
+
+    return step
+
+
+def stepping(hvd: Any, model: Model, factor: float = 1.0, rate: float = 0.05, **options: Any) -> Callable[[Any], None]:
+    """Return a function that makes a step of plain SGD with a tape, on this rank's batch."""
+    gradients_of = reducing(hvd, lambda x: factor * model.loss(x), model.weights, **options)
+
+    def step(x: Any) -> None:
+        for variable, gradient in zip(model.weights, gradients_of(x), strict=True):
+            variable.assign_sub(rate * gradient)
 
     return step
 

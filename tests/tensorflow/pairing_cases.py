@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tests.tensorflow.data import needs_ranks
-from tests.tensorflow.gradient_cases import Model, batch, close, plain, reducing
+from tests.tensorflow.gradient_cases import Model, batch, close, plain, stepping
 
 LATE_SECONDS = 0.2
-RATE = 0.05
+RATE = 0.05  # as stepping() has it
 
 
 def train_alone(weights: Model, batches: Sequence[Sequence[Any]], size: int, factor: float = 1.0) -> None:
@@ -24,17 +24,6 @@ def train_alone(weights: Model, batches: Sequence[Sequence[Any]], size: int, fac
         ]
         for variable, *parts in zip(weights.weights, *gradients, strict=True):
             variable.assign_sub(RATE * tf.add_n(parts))
-
-
-def stepping(hvd: Any, model: Model, factor: float = 1.0, **options: Any) -> Callable[[Any], None]:
-    """A function that makes a step of this rank on a batch."""
-    gradients_of = reducing(hvd, lambda inputs: factor * model.loss(inputs), model.weights, **options)
-
-    def step(inputs: Any) -> None:
-        for variable, gradient in zip(model.weights, gradients_of(inputs), strict=True):
-            variable.assign_sub(RATE * gradient)
-
-    return step
 
 
 def check_joins(hvd: Any, has_batch: Callable[[int, int, int], bool], graph: bool) -> None:

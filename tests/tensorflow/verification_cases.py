@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +11,8 @@ import tensorflow as tf
 from hvdkit.errors import ParametersDifferError
 from hvdkit.tensorflow import verification
 from tests.tensorflow.data import needs_ranks, ways
-from tests.tensorflow.gradient_cases import Model, batch, reducing
+from tests.tensorflow.gradient_cases import Model, batch, stepping
 from tests.told import told, warned
-
-
-def stepping(hvd: Any, model: Any, **options: Any) -> Callable[[Any], None]:
-    """A step of plain SGD."""
-    gradients_of = reducing(hvd, model.loss, model.weights, **options)
-
-    def step(x: Any) -> None:
-        for variable, gradient in zip(model.weights, gradients_of(x), strict=True):
-            variable.assign_sub(1e-6 * gradient)
-
-    return step
 
 
 def both_ways(hvd: Any, first_differs: bool = False, width: int = 5, **options: Any) -> Iterator[tuple[Any, Any]]:
@@ -32,7 +21,7 @@ def both_ways(hvd: Any, first_differs: bool = False, width: int = 5, **options: 
         model = Model(width=width)
         if first_differs:
             model.first.assign_add(tf.fill(model.first.shape, float(hvd.rank())))
-        step = list(ways(stepping(hvd, model, **options)))[way]
+        step = list(ways(stepping(hvd, model, rate=1e-6, **options)))[way]
 
         def run(times: int = 1, step: Any = step) -> None:
             for _ in range(times):
@@ -93,7 +82,7 @@ def case_a_value_written_on_one_rank_is_named(hvd):
 
 def case_steps_in_a_loop_of_one_graph(hvd):
     model = Model()
-    step = stepping(hvd, model)
+    step = stepping(hvd, model, rate=1e-6)
 
     @tf.function
     def steps(x):

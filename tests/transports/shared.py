@@ -11,7 +11,6 @@ import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -39,7 +38,6 @@ needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason=
 
 @contextmanager
 def memory_file(nbytes: int = FILE_BYTES) -> Iterator[int]:
-    """The descriptor of a new anonymous file."""
     descriptor = os.memfd_create("hvdkit", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -55,12 +53,10 @@ def new_window(nbytes: int) -> Any:
 
 
 def bytes_of(window: Any) -> Array:
-    """The window's memory."""
     return np.frombuffer(window, dtype=np.uint8)
 
 
 def bells_in(window: Any, ranks: int) -> list[Any]:
-    """Bells on the first lines of a window."""
     return [native.Bell(window, rank * LINE) for rank in range(ranks)]
 
 
@@ -103,12 +99,6 @@ def program(name: str, *arguments: object, descriptors: tuple[int, ...] = ()) ->
             process.kill()
 
 
-def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the text of a program in another process."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=rank_environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
 def answer(process: subprocess.Popen[str], question: str | None = None, seconds: float = 60.0) -> str:
     """The next line that a program prints, after it is told something."""
     assert process.stdin is not None
@@ -130,7 +120,6 @@ def mapped_memory_files() -> int:
 
 
 def open_descriptors() -> dict[int, str]:
-    """The descriptors of this process, and what they are of."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -173,24 +162,6 @@ def in_thread(action: Callable[..., Any], *arguments: Any) -> Future[Any]:
 def connected(connections: Any) -> list[int]:
     """The ranks to which a rank has connections for control messages."""
     return sorted({link.peer for link in list(connections._open) if link.greeted})
-
-
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait until ``condition()`` is true; fails where it takes longer."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def gone_within(seconds: float, left: Callable[[], set[Any]]) -> bool:
-    """Whether nothing is left at one moment; other programs of the machine have files and sockets that come and go."""
-    deadline = time.monotonic() + seconds
-    while left():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def shared_files() -> set[str]:

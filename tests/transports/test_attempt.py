@@ -12,7 +12,8 @@ from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.security.admission import ANSWER, LEADER, Authenticator, admit, introduction_key, pack_address
 from hvdkit.transports.security.credentials import NONCE_BYTES, Credentials
-from tests.transports.shared import in_thread, until
+from tests.transports.shared import in_thread
+from tests.waiting import until
 
 SECONDS = 20.0
 SECRET = Credentials(b"a secret of this job", "job", 1)

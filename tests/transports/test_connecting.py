@@ -15,7 +15,8 @@ from hvdkit.environments.base import World
 from hvdkit.errors import PeerLostError
 from hvdkit.transports import torch_distributed
 from hvdkit.transports.torch_distributed import TorchTransport
-from tests.transports.shared import connected, in_thread, until
+from tests.transports.shared import connected, in_thread
+from tests.waiting import until
 
 SECONDS = 30.0
 

@@ -19,7 +19,8 @@ from hvdkit.transports.control import ControlConnections
 from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials
 from tests.faults.outsider import NONSENSE
-from tests.transports.shared import connected, until
+from tests.transports.shared import connected
+from tests.waiting import until
 
 SECONDS = 30.0
 SESSION = Credentials(b"a secret", "job", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,16 +20,9 @@ from hypothesis import strategies as st
 from hvdkit.environments.base import World
 from hvdkit.transports.node import heartbeat
 from hvdkit.transports.node.heartbeat import watching_pairs
-from tests.transports.shared import (
-    LINE,
-    native,
-    needs_memory_files,
-    needs_native,
-    new_window,
-    open_descriptors,
-    run_python,
-    until,
-)
+from tests.launch.launching import run_to_end
+from tests.transports.shared import LINE, native, needs_memory_files, needs_native, new_window, open_descriptors
+from tests.waiting import until
 
 PAUSE = 0.005
 SECONDS = 20.0
@@ -151,8 +145,8 @@ print("ended well")
 @needs_memory_files
 @pytest.mark.parametrize("then", ["stops", "drops", "exits"])
 def test_a_fork_does_not_beat_for_its_parent_and_can_end(then):
-    done = run_python(FORKING, then)
-    assert (done.returncode, done.stdout) == (0, "ended well\n"), done.stderr
+    done = run_to_end([sys.executable, "-c", FORKING, then])
+    assert (done.status, done.stdout) == (0, "ended well\n"), done.stderr
 
 
 # -- connecting -------------------------------------------------------------------------------------------------------

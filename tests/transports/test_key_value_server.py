@@ -6,7 +6,6 @@ import http.client
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from hvdkit.environments.base import World
 from hvdkit.environments.network import own_addresses
 from hvdkit.transports.security.key_value_server import LARGEST_VALUE, KeyValueServer
+from tests.waiting import until
 
 REFUSED, FOUND, FORBIDDEN, NOT_FOUND, BAD = 409, 200, 403, 404, 400
 
@@ -84,9 +84,7 @@ def test_of_a_client_that_goes_away_nothing_is_said(meeting, capfd):
     meeting.admit(own_addresses())
     client = socket.create_connection(meeting.address, timeout=10)
     client.sendall(b"PUT /global/0 HTTP/1.0\r\nContent-Length: 3\r\n\r\non")
-    deadline = time.monotonic() + 10
-    while not handlers():
-        assert time.monotonic() < deadline
+    until(handlers)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no orderly end
     client.close()
     for handler in handlers():

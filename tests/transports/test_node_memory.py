@@ -26,8 +26,8 @@ from tests.transports.shared import (
     node_memory,
     open_descriptors,
     program,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = [needs_native, needs_memory_files]
 

@@ -22,6 +22,7 @@ from tests.transports.shared import (
     program,
 )
 from tests.transports.shared_programs import SECONDS, play
+from tests.waiting import until
 
 pytestmark = [needs_native, needs_memory_files]
 
@@ -155,9 +156,7 @@ def test_a_ring_wakes_a_sleeper_of_another_process():
         window = native.Window(descriptor, 0, PAGE)
         bell, sleepers = native.Bell(window, 0), bytes_of(window)[4:8].view(np.uint32)
         with program("sleep", descriptor, descriptors=(descriptor,)) as sleeper:
-            deadline = time.monotonic() + 30.0
-            while not sleepers[0] and time.monotonic() < deadline:
-                time.sleep(0.001)
+            until(lambda: sleepers[0])
             time.sleep(0.05)  # between saying so and sleeping
             assert sleeper.poll() is None
             bell.ring()

@@ -138,7 +138,6 @@ def uneven(rng: np.random.Generator, ranks: int, size: int) -> Shares:
 
 
 def of_one(rng: np.random.Generator, ranks: int, size: int) -> Shares:
-    """One rank owns everything."""
     owner = rng.integers(0, ranks)
     return [(0, size) if rank == owner else (size, size) for rank in range(ranks)]
 

@@ -15,7 +15,7 @@ from hvdkit.transports.security import store as store_module
 from hvdkit.transports.security.credentials import PROOF_BYTES, Credentials, initiate
 from hvdkit.transports.security.listening import listen
 from hvdkit.transports.security.store import STORE, RendezvousStore, StoreServer, connect
-from tests.transports.shared import until
+from tests.waiting import until
 
 SECONDS = 20.0
 SESSION = Credentials(b"a secret of this job", "job", 0)

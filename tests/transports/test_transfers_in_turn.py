@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from time import monotonic, sleep
+from time import sleep
 
 import torch
 
 from tests.on_ranks import on_ranks
+from tests.waiting import until
 
 pytestmark = on_ranks((2, "mpi"), (2, "torch"), HVDKIT_NODE_MEMORY="0")
 
@@ -59,7 +60,4 @@ def test_few_threads_wait_for_transfers(hvd):
     for _ in range(10):
         training.backward()
         training.step()
-    deadline = monotonic() + 10
-    while len([thread for thread in threading.enumerate() if thread.name.startswith("hvdkit-wait")]) > 4:
-        assert monotonic() < deadline
-        sleep(0.01)
+    until(lambda: len([one for one in threading.enumerate() if one.name.startswith("hvdkit-wait")]) <= 4, 10.0)

@@ -12,7 +12,8 @@ import torch
 from hvdkit.engine.session import runtime
 from tests.on_ranks import on_ranks
 from tests.torch.test_timeline import recorded
-from tests.transports.shared import gone_within, grown, held, in_thread, shared_files, until
+from tests.transports.shared import grown, held, in_thread, shared_files
+from tests.waiting import until
 
 pytestmark = on_ranks(1, 2, 3, 4, every_size=True)
 
@@ -51,7 +52,7 @@ def test_init_again_after_shutdown_works_and_leaks_nothing(hvd):
     hvd.shutdown()
     until(lambda: not grown(before, held()), 10.0)
     assert before["mapped"] == 0
-    assert gone_within(10.0, lambda: shared_files() - files), shared_files() - files
+    until(lambda: not shared_files() - files, 10.0, lambda: shared_files() - files)
     hvd.init()
 
 

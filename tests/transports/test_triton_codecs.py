@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.ranks import ROOT
+from tests.launch.launching import run_to_end
 
 SECONDS = 300
 
@@ -24,10 +22,6 @@ def test_kernels_are_compiled_for_gpus():
 
 
 def run(program: str, *arguments: str, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", f"tests.transports.{program}", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_to_end([sys.executable, "-m", f"tests.transports.{program}", *arguments], SECONDS, **variables)
+    assert done.status == 0, done.stdout + done.stderr
     return done.stdout

@@ -14,8 +14,6 @@ from tests.transports.pretend_device import ThreadStream
 
 
 class Together:
-    """A process group of threads."""
-
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier, self._offered = threading.Barrier(size, timeout=60), [torch.empty(0)] * size

@@ -1,4 +1,4 @@
-"""A rank of the cluster's tests: one step of an optimizer and one sum, then a line of JSON that says who it is."""
+"""A rank of tests of launchers: one step of an optimizer and one sum, then a line of JSON that says who it is."""
 
 import json
 import socket

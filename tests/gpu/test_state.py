@@ -14,9 +14,10 @@ from tests.gpu import card
 STEPS = 500
 SETTLES_BYTES = 8 << 20  # of the GPU: blocks that a stream has used are free after a query
 MOST_GROWTH_BYTES = 48 << 20  # of the process in host memory: lists, logs and allocators settle
+pytestmark = card.on_card(2)
 
 
-def case_a_model_and_its_optimizer_are_broadcast(hvd):
+def test_a_model_and_its_optimizer_are_broadcast(hvd):
     torch.manual_seed(hvd.rank())
     model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 2)).to(card.DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + hvd.rank()))
@@ -38,7 +39,7 @@ def case_a_model_and_its_optimizer_are_broadcast(hvd):
     assert hvd.broadcast_object({"rank": hvd.rank(), "tensor": torch.ones(2, device=card.DEVICE)}, 0)["rank"] == 0
 
 
-def case_batch_normalisation_over_all_ranks(hvd):
+def test_batch_normalisation_over_all_ranks(hvd):
     own = slice(hvd.rank() * 6, (hvd.rank() + 1) * 6)
     plain = nn.BatchNorm2d(5).to(card.DEVICE)
     distributed = hvd.SyncBatchNorm(5).to(card.DEVICE)
@@ -55,7 +56,7 @@ def case_batch_normalisation_over_all_ranks(hvd):
     torch.testing.assert_close(of_weight, plain.weight.grad, rtol=1e-4, atol=1e-3)
 
 
-def case_memory_does_not_grow(hvd):
+def test_memory_does_not_grow(hvd):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(20))).to(card.DEVICE)
     before = copy.deepcopy(model.state_dict())

@@ -17,6 +17,7 @@ from tests.ranks import Skip
 
 ELEMENTS = 4_000_000
 TURNS = 4
+pytestmark = card.on_card(2)
 
 
 @contextlib.contextmanager
@@ -73,7 +74,7 @@ def gradients_with_late_work(hvd) -> list[float]:
     return wrong
 
 
-def case_a_gradient_that_is_late_is_waited_for(hvd):
+def test_a_gradient_that_is_late_is_waited_for(hvd):
     card.only_on_a_gpu()
     with changed_launches(waits=False, late=False):
         errors = gradients_with_late_work(hvd)
@@ -81,7 +82,7 @@ def case_a_gradient_that_is_late_is_waited_for(hvd):
     assert gradients_with_late_work(hvd) == [0.0] * TURNS
 
 
-def case_memory_in_use_is_not_given_to_others(hvd):
+def test_memory_in_use_is_not_given_to_others(hvd):
     """A tensor that is reduced in place, and of which nobody knows any more."""
     card.only_on_a_gpu()
     if card.WAY == "host":
@@ -95,7 +96,7 @@ def case_memory_in_use_is_not_given_to_others(hvd):
             assert all(other.eq(-7.0).all() for other in others), turn
 
 
-def case_results_are_there_on_any_stream(hvd):
+def test_results_are_there_on_any_stream(hvd):
     """A result is read on a stream that knows nothing of the one on which it was asked for."""
     card.only_on_a_gpu()
     if card.WAY == "host":
@@ -111,7 +112,7 @@ def case_results_are_there_on_any_stream(hvd):
             assert (low, high) == (right, right), (turn, low, high)
 
 
-def case_steps_follow_each_other_without_a_wait(hvd):
+def test_steps_follow_each_other_without_a_wait(hvd):
     """The next step's gradients are made while nobody has looked at the last step's results."""
     model = Model()
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -15,6 +15,7 @@ from tests.gpu import card
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 SHAPE = (7, 33)
+pytestmark = [*card.on_card(2), *card.on_card(4, thorough=True)]
 
 
 def own(rank: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -33,7 +34,7 @@ def check(result: torch.Tensor, expected: torch.Tensor, what: object) -> None:
     assert torch.equal(result, expected), (what, result, expected)
 
 
-def case_allreduce_of_each_dtype_with_each_operator(hvd):
+def test_allreduce_of_each_dtype_with_each_operator(hvd):
     on_tensors = {hvd.Sum: torch.add, hvd.Min: torch.minimum, hvd.Max: torch.maximum, hvd.Product: torch.mul}
     for dtype in (*FLOATS, *INTEGERS):
         for op, function in on_tensors.items():
@@ -45,13 +46,13 @@ def case_allreduce_of_each_dtype_with_each_operator(hvd):
             check(own_tensor, expected, (dtype, op))
 
 
-def case_operations_go_the_way_that_is_tried(hvd):
+def test_operations_go_the_way_that_is_tried(hvd):
     hvd.allreduce(torch.ones(3, device=card.DEVICE))
     collectives = any(runtime.engine().groups._device_collectives.values())
     assert collectives == (card.WAY == "nccl")
 
 
-def case_averages_of_each_dtype(hvd):
+def test_averages_of_each_dtype(hvd):
     for dtype in FLOATS:
         tensors = [tensor * hvd.size() for tensor in everyones(hvd, dtype)]
         expected = reduce(torch.add, tensors) / hvd.size()
@@ -61,13 +62,13 @@ def case_averages_of_each_dtype(hvd):
         check(scaled, 2 * reduce(torch.add, tensors), dtype)
 
 
-def case_adasum_of_equal_tensors_is_that_tensor(hvd):
+def test_adasum_of_equal_tensors_is_that_tensor(hvd):
     for dtype in FLOATS:
         own_tensor = own(0, dtype)
         check(hvd.allreduce(own_tensor, op=hvd.Adasum, name=f"adasum.{dtype}"), own_tensor, dtype)
 
 
-def case_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
+def test_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
     size, rank = hvd.size(), hvd.rank()
     for dtype in (*FLOATS, *INTEGERS, torch.bool):
         tensors = everyones(hvd, dtype)
@@ -83,7 +84,7 @@ def case_broadcast_allgather_alltoall_and_reducescatter_of_each_dtype(hvd):
             check(hvd.reducescatter(tensors[rank], op=hvd.Sum, name=f"r.{dtype}"), own_tensor, dtype)
 
 
-def case_grouped_operations(hvd):
+def test_grouped_operations(hvd):
     several = [everyones(hvd, dtype, seed) for seed, dtype in enumerate((*FLOATS, torch.int64, torch.float32))]
     own_tensors = [tensors[hvd.rank()] for tensors in several]
     sums = [reduce(torch.add, tensors) for tensors in several]
@@ -97,7 +98,7 @@ def case_grouped_operations(hvd):
             check(result, wanted, name)
 
 
-def case_many_at_once_in_an_order_of_each_ranks_own(hvd):
+def test_many_at_once_in_an_order_of_each_ranks_own(hvd):
     order = list(range(40)) if hvd.rank() % 2 else list(reversed(range(40)))
     handles = {}
     for number in order:
@@ -108,7 +109,7 @@ def case_many_at_once_in_an_order_of_each_ranks_own(hvd):
         check(hvd.synchronize(handles[number]), torch.full((100 + number,), float(total), device=card.DEVICE), number)
 
 
-def case_work_before_and_after_in_a_stream_of_the_users_own(hvd):
+def test_work_before_and_after_in_a_stream_of_the_users_own(hvd):
     total = float(sum(range(1, hvd.size() + 1)))
     for turn in range(5):
         with card.own_stream():
@@ -124,7 +125,7 @@ def case_work_before_and_after_in_a_stream_of_the_users_own(hvd):
         assert gathered.tolist() == [2 * total + turn] * hvd.size()
 
 
-def case_tensors_that_are_no_block_of_memory(hvd):
+def test_tensors_that_are_no_block_of_memory(hvd):
     tensors = everyones(hvd, torch.float32)
     total = reduce(torch.add, tensors)
     own_tensor = tensors[hvd.rank()]
@@ -134,20 +135,20 @@ def case_tensors_that_are_no_block_of_memory(hvd):
     check(own_tensor, total, "transposed in place")
 
 
-def case_gradients_of_operations(hvd):
+def test_gradients_of_operations(hvd):
     own_tensor = own(hvd.rank(), torch.float32).requires_grad_()
     hvd.allreduce(own_tensor, op=hvd.Sum, name="with a gradient").mul(hvd.rank() + 1.0).sum().backward()
     check(own_tensor.grad, torch.full(SHAPE, float(sum(range(1, hvd.size() + 1))), device=card.DEVICE), "gradient")
 
 
-def case_a_rank_that_joined_gives_zeros(hvd):
+def test_a_rank_that_joined_gives_zeros(hvd):
     if hvd.rank() == 0:
         alone = torch.ones(1000, device=card.DEVICE)
         check(hvd.allreduce(alone, op=hvd.Sum, name="alone"), torch.ones(1000, device=card.DEVICE), "alone")
     hvd.join()
 
 
-def case_init_again(hvd):
+def test_init_again(hvd):
     for _ in range(2):
         hvd.shutdown()
         hvd.init()
