@@ -24,7 +24,8 @@ from hvdkit.errors import HorovodInternalError
 from tests.on_ranks import on_ranks
 from tests.ranks import ROOT
 from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_net, train, train_step, wrapped_net
-from tests.transports.shared import in_thread, until
+from tests.transports.shared import in_thread
+from tests.waiting import until
 
 pytestmark = [
     on_ranks(2, 3, HOROVOD_DYNAMIC_PROCESS_SETS="1"),
