@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,9 +237,11 @@ def test_a_gradient_that_is_a_conjugate_view_or_a_negative_one_is_reduced(hvd: A
         names = [("complex", weights[0]), ("real", weights[1])]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), names)
         for _ in range(3):
-            conjugate = values(hvd.rank(), (elements,), torch.complex64).conj()
-            for weight, view in zip(weights, (conjugate, conjugate.imag), strict=True):  # not on all ranks
+            of_rank = partial(values, hvd.rank(), (elements,), torch.complex64)
+            views = of_rank().conj(), of_rank().conj().imag  # each has a storage of its own
+            for weight, view in zip(weights, views, strict=True):  # not on all ranks
                 weight.grad = view.resolve_conj().resolve_neg().clone() if hvd.rank() % 2 else view
+            del view, views
             assert weights[0].grad.is_conj() == weights[1].grad.is_neg() == (hvd.rank() % 2 == 0)
             optimizer.synchronize()
             mean = half(total(hvd, (elements,), torch.complex64), hvd.size()).conj()
