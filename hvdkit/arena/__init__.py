@@ -15,8 +15,9 @@ that the ranks share; one line says why.
   of each size, or activations would be faulted in page by page in each step (5 ms of 340).
 - Pins: a block that was handed over stays until all ranks are through with it, whatever becomes of the tensor
   (``share_memory_()`` and ``set_()`` swap a storage's pointer).
-- Hand-over: in the backward pass, or where ranks take turns (``Lane.takes_turns``), when the step is completed, which
-  takes 2.4 ms in place of 3.7 for 99 gradients.
+- Hand-over (``torch/gradients/planned``): during the backward pass, as each gradient is complete; where the ranks'
+  threads have every core of their one host, when the step is completed (``Lane.takes_turns``: 2.4 ms in place of 3.7
+  for 99 gradients), as for a gradient outside the arena, whose memory is not ours to keep.
 - Copies (``torch/gradients/layout``): a gradient whose storage another tensor holds too may still be read by the
   backward pass, or be another parameter's gradient as well. It is copied, and gets its result when backward is over.
 - A failed step: each rank first takes back that it was ready (``NodePass.withdraw``), so that a rank which read its

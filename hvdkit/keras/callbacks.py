@@ -1,4 +1,4 @@
-"""Horovod's callbacks for ``model.fit`` of Keras 3; hvdkit.tensorflow.keras makes those of tf_keras from them."""
+"""Horovod's callbacks for ``model.fit``; callbacks of Keras 3 and of tf_keras inherit their behaviour."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from hvdkit.keras.keras_2 import build, rate_of, slots_of, variables_of, velocit
 from hvdkit.keras.step import distributed_step
 
 
-class ForModel(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback of Keras 3, which refuses a model of Keras 2 unless it is also a callback of Keras 2."""
+class ForModel:
+    """A callback's access to the model."""
+
+    model: Any
 
     def set_model(self, model: Any) -> None:
         """Receive the model from ``fit``. Raises TypeError for a model of tf_keras that needs other callbacks."""
@@ -27,29 +29,11 @@ class ForModel(keras.callbacks.Callback):  # type: ignore[misc]
                 "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras, and set "
                 "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
             )
-        super().set_model(model)
+        super().set_model(model)  # type: ignore[misc]  # of Keras's own class of callbacks
 
 
-class BroadcastGlobalVariablesCallback(ForModel):
-    """A callback that broadcasts the variables of ``root_rank``: those of the model and of its optimizer.
-
-    The broadcast is before the first batch, or after it where the variables do not exist before. The state of random
-    numbers stays each rank's own. Raises HorovodInternalError while training, on every rank where ranks disagree, as on
-    a shape.
-
-    Args:
-        root_rank: the rank whose values all ranks get.
-        device: accepted for compatibility.
-        local_variables: a variable, or several, that stay each rank's own.
-
-    Examples:
-        >>> _ = model.layers[0].bias.assign([float(hvd.rank())])  # ranks begin apart
-        >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
-        >>> history = model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-        >>> first, second = hvd.allgather_object(model.get_weights())
-        >>> np.array_equal(first[1], second[1])
-        True
-    """
+class BroadcastGlobalVariables(ForModel):
+    """The behaviour of BroadcastGlobalVariablesCallback."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
@@ -92,23 +76,30 @@ class BroadcastGlobalVariablesCallback(ForModel):
         self.broadcast_done = True
 
 
-class MetricAverageCallback(ForModel):
-    """A callback that averages metrics over all ranks at the end of each epoch, for the callbacks that come after it.
+class BroadcastGlobalVariablesCallback(BroadcastGlobalVariables, keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that broadcasts the variables of ``root_rank``: those of the model and of its optimizer.
 
-    A metric of several values (an array, a tensor, or a list, tuple or dictionary of these and of numbers) is averaged
-    element by element and keeps its form; averages of integers and booleans are floating. Text and None stay.
-    ``device`` is accepted for compatibility.
+    The broadcast is before the first batch, or after it where the variables do not exist before. The state of random
+    numbers stays each rank's own. Raises HorovodInternalError while training, on every rank where ranks disagree, as on
+    a shape.
 
-    Raises:
-        ValueError: at the end of an epoch, on all ranks where they have different metrics, or metrics of different
-            shapes, or other learning rates for one optimizer: put callbacks that set the rate by a metric after this.
+    Args:
+        root_rank: the rank whose values all ranks get.
+        device: accepted for compatibility.
+        local_variables: a variable, or several, that stay each rank's own.
 
     Examples:
+        >>> _ = model.layers[0].bias.assign([float(hvd.rank())])  # ranks begin apart
         >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
-        >>> history = model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
-        >>> history.history["loss"]  # the average of 4 on rank 0 and 16 on rank 1
-        [10.0]
+        >>> history = model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        >>> first, second = hvd.allgather_object(model.get_weights())
+        >>> np.array_equal(first[1], second[1])
+        True
     """
+
+
+class MetricAverage(ForModel):
+    """The behaviour of MetricAverageCallback."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -151,29 +142,27 @@ def _shared_rate(model: Any) -> float | None:
     return rate_of(optimizer)
 
 
-class LearningRateScheduleCallback(ForModel):
-    """A callback that sets the learning rate to ``initial_lr * multiplier(epoch)`` in epochs of a range.
+class MetricAverageCallback(MetricAverage, keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that averages metrics over all ranks at the end of each epoch, for the callbacks that come after it.
 
-    Args:
-        initial_lr: the rate that is multiplied.
-        multiplier: a function of the epoch, or a number that is raised to the epochs since ``start_epoch``.
-        start_epoch: the first epoch in which the rate is set, from 0.
-        end_epoch: the epoch from which the rate is no longer set; None for never.
-        staircase: set the rate once an epoch; else with each batch, by a fractional epoch.
-        momentum_correction: scale an SGD's velocities, which were accumulated at the old rate, to the new rate, by P.
-            Goyal et al., "Accurate, Large Minibatch SGD" (2017), remark 2.
-        steps_per_epoch: needed without ``staircase`` where Keras does not know the number.
+    A metric of several values (an array, a tensor, or a list, tuple or dictionary of these and of numbers) is averaged
+    element by element and keeps its form; averages of integers and booleans are floating. Text and None stay.
+    ``device`` is accepted for compatibility.
 
     Raises:
-        ValueError: without ``initial_lr``; and when training begins, without ``steps_per_epoch`` where it is needed.
+        ValueError: at the end of an epoch, on all ranks where they have different metrics, or metrics of different
+            shapes, or other learning rates for one optimizer: put callbacks that set the rate by a metric after this.
 
     Examples:
         >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
-        >>> decay = hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1, multiplier=0.5)
-        >>> history = model.fit(x, y, epochs=3, verbose=0, callbacks=[decay])
-        >>> [round(rate, 3) for rate in history.history["lr"]]
-        [0.1, 0.05, 0.025]
+        >>> history = model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
+        >>> history.history["loss"]  # the average of 4 on rank 0 and 16 on rank 1
+        [10.0]
     """
+
+
+class LearningRateSchedule(ForModel):
+    """The behaviour of LearningRateScheduleCallback."""
 
     params: dict[str, Any]
 
@@ -237,23 +226,33 @@ class LearningRateScheduleCallback(ForModel):
             logs["lr"] = rate_of(self.model.optimizer)
 
 
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """A callback that raises the learning rate with each batch from ``initial_lr / size`` to ``initial_lr``.
-
-    ``momentum_correction``, ``steps_per_epoch`` and errors are those of LearningRateScheduleCallback().
+class LearningRateScheduleCallback(LearningRateSchedule, keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that sets the learning rate to ``initial_lr * multiplier(epoch)`` in epochs of a range.
 
     Args:
-        initial_lr: the rate for all ranks together, as a rule the rate for one process times ``hvd.size()``.
-        warmup_epochs: the number of epochs until the rate is ``initial_lr``.
-        verbose: above 0 to print on rank 0 when the rate is ``initial_lr``.
+        initial_lr: the rate that is multiplied.
+        multiplier: a function of the epoch, or a number that is raised to the epochs since ``start_epoch``.
+        start_epoch: the first epoch in which the rate is set, from 0.
+        end_epoch: the epoch from which the rate is no longer set; None for never.
+        staircase: set the rate once an epoch; else with each batch, by a fractional epoch.
+        momentum_correction: scale an SGD's velocities, which were accumulated at the old rate, to the new rate, by P.
+            Goyal et al., "Accurate, Large Minibatch SGD" (2017), remark 2.
+        steps_per_epoch: needed without ``staircase`` where Keras does not know the number.
+
+    Raises:
+        ValueError: without ``initial_lr``; and when training begins, without ``steps_per_epoch`` where it is needed.
 
     Examples:
         >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
-        >>> warmup = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * hvd.size(), warmup_epochs=2)
-        >>> history = model.fit(x, y, epochs=3, verbose=0, callbacks=[warmup])
+        >>> decay = hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.1, multiplier=0.5)
+        >>> history = model.fit(x, y, epochs=3, verbose=0, callbacks=[decay])
         >>> [round(rate, 3) for rate in history.history["lr"]]
-        [0.15, 0.2, 0.2]
+        [0.1, 0.05, 0.025]
     """
+
+
+class LearningRateWarmup(LearningRateSchedule):
+    """The behaviour of LearningRateWarmupCallback."""
 
     def __init__(
         self,
@@ -276,6 +275,25 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and job.rank() == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate_of(self.model.optimizer):g}.")
+
+
+class LearningRateWarmupCallback(LearningRateWarmup, keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that raises the learning rate with each batch from ``initial_lr / size`` to ``initial_lr``.
+
+    ``momentum_correction``, ``steps_per_epoch`` and errors are those of LearningRateScheduleCallback().
+
+    Args:
+        initial_lr: the rate for all ranks together, as a rule the rate for one process times ``hvd.size()``.
+        warmup_epochs: the number of epochs until the rate is ``initial_lr``.
+        verbose: above 0 to print on rank 0 when the rate is ``initial_lr``.
+
+    Examples:
+        >>> model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse")
+        >>> warmup = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1 * hvd.size(), warmup_epochs=2)
+        >>> history = model.fit(x, y, epochs=3, verbose=0, callbacks=[warmup])
+        >>> [round(rate, 3) for rate in history.history["lr"]]
+        [0.15, 0.2, 0.2]
+    """
 
 
 __all__ = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback"]

@@ -201,7 +201,7 @@ def _interfaces() -> Finding:
 def _shared_memory() -> Finding:
     try:
         os.close(os.memfd_create("hvdkit-doctor", os.MFD_CLOEXEC))
-    except OSError as error:
+    except (AttributeError, OSError) as error:  # AttributeError: Python was built for a system without memfd_create
         return Finding("shared memory", False, f"none: {error}", "ranks of a node send each other messages")
     if kernels.backend() != "native":
         return Finding("shared memory", None, "not used", "it needs the native kernels; see below")

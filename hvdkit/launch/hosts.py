@@ -23,15 +23,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Placement:
-    """The host and the numbers of a rank. Cross ranks count the ranks with the same local rank, over all hosts."""
+    """The host and the numbers of a rank."""
 
     host: str
     rank: int
     size: int
     local_rank: int
     local_size: int
-    cross_rank: int
-    cross_size: int
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -79,11 +77,7 @@ def assign_slots(hosts: list[Host], size: int) -> list[Placement]:
         hint = f"lower -np to {available}, or raise the slots after the colon; more slots than cores are allowed"
         raise UsageError(f"-np {size} asks for more processes than there are {slots}\nHINT: {hint}")
     places = [(host.name, local_rank) for host in hosts for local_rank in range(min(host.slots, size))][:size]
-    local_sizes, cross_sizes = Counter(name for name, _ in places), Counter(local_rank for _, local_rank in places)
-    seen: Counter[int] = Counter()
-    placements = []
-    for rank, (name, local_rank) in enumerate(places):
-        cross_rank, cross_size = seen[local_rank], cross_sizes[local_rank]
-        placements.append(Placement(name, rank, size, local_rank, local_sizes[name], cross_rank, cross_size))
-        seen[local_rank] += 1
-    return placements
+    local_sizes = Counter(name for name, _ in places)
+    return [
+        Placement(name, rank, size, local_rank, local_sizes[name]) for rank, (name, local_rank) in enumerate(places)
+    ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import IO
 
 from hvdkit.environments import network
 from hvdkit.launch import LaunchError
@@ -51,10 +52,12 @@ def is_local(host: str) -> bool:
         return False  # ssh may know the host by its own configuration, or will say why not
 
 
-def check_reachable(hosts: Sequence[str], ssh: Ssh) -> None:
+def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
     """Log in to all hosts at the same time. Raises LaunchError with every unreachable host and ssh's reason."""
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        reasons = dict(zip(hosts, pool.map(partial(_problem, ssh), hosts), strict=True))
+    with contextlib.ExitStack() as stack:
+        logins = {host: stack.enter_context(_login(host, ssh)) for host in hosts}
+        deadline = time.monotonic() + ssh.connect_timeout
+        reasons = {host: _problem(*login, deadline, ssh.connect_timeout) for host, login in logins.items()}
     if unreachable := {host: reason for host, reason in reasons.items() if reason}:
         problems = [f"cannot reach host {host} by ssh: {reason}" for host, reason in unreachable.items()]
         command = shlex.join(["ssh", "-o", "BatchMode=yes", *ssh.login_options(), next(iter(unreachable)), "true"])
@@ -62,20 +65,31 @@ def check_reachable(hosts: Sequence[str], ssh: Ssh) -> None:
         raise LaunchError("\n".join([*problems, f"{hint}; --ssh-port and --start-timeout may help"]))
 
 
-def _problem(ssh: Ssh, host: str) -> str:
-    """Log in to a host. Return why that failed, "" if it succeeded."""
+@contextlib.contextmanager
+def _login(host: str, ssh: Ssh) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """Begin to log in. Yield the call, which ends with the ``with`` block, and the file of its messages."""
     null = subprocess.DEVNULL
     # No pipe: a connection that ssh leaves open for later calls would keep it open.
     with tempfile.TemporaryFile() as messages:
-        command, seconds = ssh.argv(host, ["true"]), ssh.connect_timeout
         try:
-            status = subprocess.call(command, stdin=null, stdout=null, stderr=messages, timeout=seconds)  # noqa: S603
-        except subprocess.TimeoutExpired:
-            return f"no answer within {seconds:g} s"
+            call = subprocess.Popen(ssh.argv(host, ["true"]), stdin=null, stdout=null, stderr=messages)  # noqa: S603
         except OSError as error:
             raise LaunchError(f"cannot run ssh: {error}\nHINT: install an ssh client, or use one host") from error
-        if status == 0:
-            return ""
-        messages.seek(0)
-        lines = messages.read().decode(errors="replace").strip().splitlines()
+        try:
+            yield call, messages
+        finally:
+            call.kill()
+            call.wait()
+
+
+def _problem(call: subprocess.Popen[bytes], messages: IO[bytes], deadline: float, timeout: float) -> str:
+    """Return why a login failed, "" if it succeeded."""
+    try:
+        status = call.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout:g} s"
+    if status == 0:
+        return ""
+    messages.seek(0)
+    lines = messages.read().decode(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else f"ssh ended with status {status}"

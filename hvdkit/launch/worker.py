@@ -64,7 +64,7 @@ def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     environment = {**(os.environ if header["is_remote"] else {}), **header["environment"]}
     if INIT_PIPE in os.environ:
         environment[INIT_PIPE] = os.environ[INIT_PIPE]
-    if header["secret"]:
+    if header["secret"] and hasattr(os, "memfd_create"):  # Python may have been built for a system without it
         environment["HVDKIT_SECRET_FILE"] = secret_file(header["secret"])
     try:
         os.chdir(header["folder"])

@@ -78,11 +78,17 @@ class VariableVerification(Verification):
             Statement(
                 machine(f"{threads} threads", f"tensorflow {tf.__version__}", *gpus),
                 [variable.name for variable in variables],
-                [float(ml_dtypes.finfo(each.dtype.as_numpy_dtype).eps) for each in variables],  # type: ignore[no-untyped-call]
+                [_precision(each.dtype) for each in variables],
                 np.array(hashes, dtype=np.uint64),
                 sketches if self.wants_sketches else None,
             )
         )
+
+
+def _precision(dtype: tf.DType) -> float:
+    if not dtype.is_floating and not dtype.is_complex:
+        return 0.0
+    return float(ml_dtypes.finfo(dtype.as_numpy_dtype).eps)  # type: ignore[no-untyped-call]
 
 
 def _sketch_of(flat: Array) -> Array:

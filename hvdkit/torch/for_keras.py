@@ -43,6 +43,7 @@ class TrainStepHooks(ParameterHooks):
         super().__init__(complete)
         self._is_open = self._hands_over = False  # True between begin() and end()
         self._completes_once = False  # the last watched pass completed each gradient once
+        self._was_wrong = False  # a pass that handed over completed a gradient twice
         self.touched = False  # a gradient was handed over since reset()
 
     def attach(self, parameter: torch.Tensor) -> bool:
@@ -59,7 +60,8 @@ class TrainStepHooks(ParameterHooks):
         """Begin a backward pass, which alone runs until ``end()``."""
         self._passes.clear()
         self._is_open = True
-        self._hands_over = self._completes_once and all(_is_last(handle) for handle, _ in self._handles.values())
+        may_hand_over = self._completes_once and not self._was_wrong
+        self._hands_over = may_hand_over and all(_is_last(handle) for handle, _ in self._handles.values())
 
     def end(self) -> None:
         """End a backward pass, and remember whether it completed each gradient once."""
@@ -78,7 +80,7 @@ class TrainStepHooks(ParameterHooks):
         if not self._hands_over:
             return
         if times > 1:
-            self._completes_once = False
+            self._was_wrong = True
             raise AssertionError(COMPUTED_TWICE.format(name=self._name(parameter)))
         owner = self._owner()
         if owner is not None and parameter.grad is not None and not parameter.grad.requires_grad:
@@ -124,7 +126,7 @@ class _KerasSynchronizer(GradientSynchronizer):
 
 
 class TorchGradients(backends.OptimizerGradients):
-    """The gradients of the parameters under Keras's variables, in ``param_groups`` as of a torch.optim.Optimizer."""
+    """The gradients of the parameters under Keras's variables, in ``param_groups`` as in a torch.optim.Optimizer."""
 
     def __init__(self, settings: GradientSettings) -> None:
         self._settings = settings

@@ -94,7 +94,7 @@ def DistributedOptimizer(
     function = "DistributedOptimizer"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{function}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if hasattr(optimizer, "_synchronizer"):
+    if "_synchronizer" in vars(optimizer):
         raise ValueError(f"{function}: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
     check_name(function, name)
     settings = check_settings(

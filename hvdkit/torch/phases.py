@@ -88,7 +88,7 @@ recording: Phases | None = None
 
 
 def follow(telemetry: Telemetry) -> None:
-    """Mark passes if a timeline is recorded now, else no more. Every step calls it while one is or was recorded."""
+    """Mark passes while a timeline is recorded, and stop with it. Each step calls this from the first recording on."""
     global recording
     records = telemetry.timeline is not None
     if recording is not None and not (records and recording.telemetry is telemetry):

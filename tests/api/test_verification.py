@@ -214,8 +214,11 @@ def test_sketches_are_wanted_once_ranks_have_met_that_do_not_compute_alike():
         ranks = [Verification("hvd.broadcast()") for _ in machines]
         meeting = Meeting([0, 1])
         with ThreadPoolExecutor(2) as threads:
-            for rank, name in enumerate(machines):
+            runs = [
                 threads.submit(meeting.run, rank, 1, ranks[rank], statement(1, machine=name))
+                for rank, name in enumerate(machines)
+            ]
+        assert not any(run.exception() for run in runs)
         assert [each.wants_sketches for each in ranks] == [wants, wants]
 
 

@@ -1,4 +1,4 @@
-"""Host strings and host files become slots: each host filled before the next, local and cross ranks counted."""
+"""Host strings and host files become slots: each host filled before the next, local ranks counted."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_malformed_host_files_are_refused(text):
         parse_hostfile(text, "f")
 
 
-def test_slots_count_local_and_cross_ranks():
+def test_slots_count_local_ranks():
     slots = assign_slots([Host("a", 2), Host("b", 1), Host("c", 3)], 5)
     assert slots == [
-        Placement("a", 0, 5, 0, 2, 0, 3),
-        Placement("a", 1, 5, 1, 2, 0, 2),
-        Placement("b", 2, 5, 0, 1, 1, 3),
-        Placement("c", 3, 5, 0, 2, 2, 3),
-        Placement("c", 4, 5, 1, 2, 1, 2),
+        Placement("a", 0, 5, 0, 2),
+        Placement("a", 1, 5, 1, 2),
+        Placement("b", 2, 5, 0, 1),
+        Placement("c", 3, 5, 0, 2),
+        Placement("c", 4, 5, 1, 2),
     ]
 
 
@@ -59,9 +59,6 @@ def test_slots_are_a_numbering_of_ranks_and_of_each_group(counts, data):
     for host in {slot.host for slot in slots}:
         here = [slot for slot in slots if slot.host == host]
         assert [slot.local_rank for slot in here] == list(range(here[0].local_size))
-    for local_rank in {slot.local_rank for slot in slots}:
-        across = [slot for slot in slots if slot.local_rank == local_rank]
-        assert [slot.cross_rank for slot in across] == list(range(across[0].cross_size))
 
 
 def test_too_few_slots_are_refused():

@@ -70,6 +70,12 @@ def case_adasum_of_equal_tensors_is_one_of_them(hvd):
         check_results(lambda one: hvd.allreduce(one, op=hvd.Adasum), [given], expected)
 
 
+def case_allreduce_scales_before_and_after(hvd):
+    options = {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0}
+    expected = np.full((3, 2), 1.5 * sum(range(1, hvd.size() + 1)))
+    check_results(lambda one: hvd.allreduce(one, **options), [tf.fill([3, 2], float(hvd.rank() + 1))], expected)
+
+
 def case_factors_have_horovods_rounding(hvd):
     def sums(tensor, before, after):
         options = {"op": hvd.Sum, "prescale_factor": before, "postscale_factor": after}

@@ -238,7 +238,8 @@ def test_a_gradient_that_is_a_conjugate_view_or_a_negative_one_is_reduced(hvd: A
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), names)
         for _ in range(3):
             of_rank = partial(values, hvd.rank(), (elements,), torch.complex64)
-            views = of_rank().conj(), of_rank().conj().imag  # each has a storage of its own
+            # As backward passes leave them: each alone in its storage.
+            views = of_rank().conj().detach(), of_rank().conj().imag.detach()
             for weight, view in zip(weights, views, strict=True):  # not on all ranks
                 weight.grad = view.resolve_conj().resolve_neg().clone() if hvd.rank() % 2 else view
             del view, views

@@ -29,6 +29,13 @@ def test_gradient_of_allreduce_is_its_allreduce(hvd):
         assert torch.allclose(leaf.grad, total(weights) * 0.5)
 
 
+def test_gradient_of_allreduce_through_compression(hvd):
+    leaf = _leaf((4,), torch.float32)
+    hvd.allreduce(leaf, op=hvd.Sum, compression=hvd.Compression.fp16).sum().backward()
+    assert leaf.grad.dtype == torch.float32
+    assert torch.allclose(leaf.grad, torch.full((4,), float(hvd.size())))
+
+
 def test_gradient_of_grouped_allreduce(hvd):
     shapes = [(3,), (2, 2), ()]
     weights = [all_values(hvd.size(), shape, torch.float64, seed=n) for n, shape in enumerate(shapes)]

@@ -98,7 +98,12 @@ def handlers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "process_request" in thread.name and thread.is_alive()]
 
 
-def test_a_value_that_is_too_long_is_refused(meeting):
+def test_it_keeps_no_more_than_a_job_needs(meeting):
     meeting.admit(own_addresses())
-    assert ask(meeting, "PUT", "/a", bytes(LARGEST_VALUE))[0] == FOUND
+    large = bytes(LARGEST_VALUE)
+    assert ask(meeting, "PUT", "/a", large)[0] == FOUND
+    assert ask(meeting, "PUT", "/b", large)[0] == REFUSED
     assert ask(meeting, "PUT", "/c", b"", **{"Content-Length": str(1 << 30)})[0] == BAD
+    for number in range(31):
+        assert ask(meeting, "PUT", f"/{number}", b"")[0] == FOUND
+    assert ask(meeting, "PUT", "/one-more", b"")[0] == REFUSED

@@ -131,17 +131,17 @@ def test_a_rank_that_is_killed_is_gone():
     with node(3) as (memory, others):
         assert memory.gone() == []
         others[1].kill()
-        until(lambda: memory.gone() == [2])
+        until(lambda: memory.gone() == [2], 10.0)
         assert answer(others[0], "gone") == answer(others[2], "gone") == "[2]"
 
 
 def test_a_rank_that_ends_or_closes_the_memory_is_gone():
     with node(2) as (memory, others):
         assert answer(others[0], "close") == "closed"
-        until(lambda: memory.gone() == [1])
+        until(lambda: memory.gone() == [1], 10.0)
         assert others[1].stdin is not None
         others[1].stdin.close()
-        until(lambda: memory.gone() == [1, 2])
+        until(lambda: memory.gone() == [1, 2], 10.0)
 
 
 def test_a_rank_that_lives_or_is_stopped_is_not_gone():
@@ -151,7 +151,7 @@ def test_a_rank_that_lives_or_is_stopped_is_not_gone():
         assert memory.gone() == []
         assert answer(others[1], "gone") == "[]"
         others[0].kill()
-        until(lambda: memory.gone() == [1])
+        until(lambda: memory.gone() == [1], 10.0)
 
 
 def test_a_rank_whose_children_end_is_not_gone_and_one_whose_children_outlive_it_is():
@@ -162,7 +162,7 @@ def test_a_rank_whose_children_end_is_not_gone_and_one_whose_children_outlive_it
         try:
             assert memory.gone() == []
             others[0].kill()
-            until(lambda: memory.gone() == [1])
+            until(lambda: memory.gone() == [1], 10.0)
         finally:
             os.kill(child, signal.SIGKILL)
 

@@ -113,7 +113,7 @@ def describe(title: str, step: int, names: Sequence[str], hashes: dict[int, Sequ
 def explain(
     statement: Statement, rank: int, machines: dict[int, str], is_measured: bool, gather: Gather
 ) -> tuple[str, bool]:
-    """Return a text about ranks that do not compute alike, and True if they differ by more than rounding explains.
+    """Return a text about ranks that do not compute alike, and True if they differ by more than rounding. Collective.
 
     If all ranks have sketches (``is_measured``), each tells by which of its parameters it is farthest from the first.
     """
@@ -124,6 +124,7 @@ def explain(
         reference = gather("sketches", np.array(statement.sketches).tolist() if rank == first else None)[0]
         norms = np.maximum(np.linalg.norm(reference, axis=1), SMALLEST_NORM)
         distances = np.linalg.norm(np.subtract(statement.sketches, reference), axis=1) / norms
+        distances[np.isnan(distances)] = np.inf
         limits = np.maximum(statement.precisions, ROUNDING)
         index = int(np.argmax(distances / limits))
         name, distance, limit = statement.names[index], float(distances[index]), float(limits[index])
@@ -213,7 +214,9 @@ class Verification:
         self.compare(self._engine, lane.name, lane.plan.process_set_id, self._steps_before + steps, statement)
 
     def compare(self, engine: Any, title: str, process_set_id: int, step: int, statement: Statement) -> None:
-        """Compare the parameters after a step, where all ranks are at the same line. Blocks.
+        """Compare the parameters after a step, where all ranks are at the same line. Collective, and blocks.
+
+        Each decision about a further exchange follows from values that all ranks have from the exchange before.
 
         Ranks on machines that round alike must hold the same. Other ranks may differ by rounding, relative to each
         parameter's norm. In a first comparison every difference is a warning, since the broadcast may still follow.

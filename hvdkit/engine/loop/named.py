@@ -68,7 +68,7 @@ class NamedOperations:
         self._counts = {counted: count for counted, count in self._counts.items() if counted[1] != 0}
 
     def count(self, kind: str, process_set_id: int) -> int:
-        """Return the next number of its kind, from 0, as for operations without a name; see ``restart_counting``."""
+        """Return the next number of operations of ``kind`` that have no name, from 0; see ``restart_counting``."""
         with self._lock:
             number = self._counts[kind, process_set_id] = self._counts.get((kind, process_set_id), -1) + 1
         return number
@@ -194,7 +194,7 @@ class NamedOperations:
     def gather_details(self, detail: Any, call: Call, for_plan: bool = False) -> tuple[bool, list[Any]]:
         """Return whether no rank has joined, and the details of all other ranks, any JSON, in rank order. Blocks.
 
-        ``for_plan``: if a rank has joined, a plan is put off until the end of the join.
+        ``for_plan``: where a rank has joined, note that ranks agree on their plans anew when all have.
         """
         is_complete, details = self.submit("details", [], {"for_plan": for_plan}, call, detail).wait()
         return bool(is_complete), details

@@ -29,7 +29,7 @@ from hvdkit.transports.waiters import TimedCall, Waiters
 THREAD = "hvdkit-horovod-call"
 _NAME = "mpi_lib_v2"  # Horovod's name of the library, from which its entry point has its name
 SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3
-LARGEST = 1 << 30  # elements: Horovod passes their numbers on as C ints
+LARGEST = 1 << 30  # elements, bytes in an exchange: Horovod passes their numbers on as C ints
 EVERYONE = 0  # Horovod's process set of all ranks
 # The transport below names a lost rank within this time: its time-out is that of Horovod's Gloo, and a second may pass.
 NAMING_SECONDS = 3.0
@@ -110,8 +110,10 @@ class NativeHorovod:
         self.operations.horovod_torch_wait_and_clear(handle)
 
 
-# Return the library of this process. Raises ImportError or OSError where it cannot be loaded.
-load = cache(NativeHorovod)
+@cache
+def load(path: Path) -> NativeHorovod:
+    """Return the library of this process. Raises ImportError or OSError where it cannot be loaded."""
+    return NativeHorovod(path)
 
 
 class LaunchEnd(Future[None]):
@@ -193,7 +195,7 @@ class HorovodGroup:
         outputs = torch.split(output.view(torch.uint8).view(self._size, -1), step, dim=1)
         pieces = torch.split(own.view(torch.uint8).view(rows, -1), step, dim=1)
         for place, piece in zip(outputs, pieces, strict=True):
-            received = place.contiguous()  # the place itself if there is a single piece
+            received = place.contiguous()  # the place itself if there is a single piece, else memory for it
             splits = torch.full((rows,), piece.shape[1], dtype=torch.int32)
             arguments = (received.view(-1),) if rows == 1 else (splits, received.view(-1), torch.empty_like(splits))
             self._native.run(kind, piece.contiguous().view(-1), *arguments, next(self._here.names), EVERYONE)

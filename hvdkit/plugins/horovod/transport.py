@@ -63,6 +63,7 @@ class HorovodTransport(Layer):
         with nullcontext() if server is None else closing(server):
             reports = [json.loads(blob) for blob in exchange(json.dumps(own).encode())]
             if problem := common_problem(reports):
+                self._native = None  # another session may use it
                 return self._without(problem)
             assert self._native is not None, "a rank without the library has a problem"
             if server is not None:

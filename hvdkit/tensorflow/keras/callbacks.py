@@ -7,19 +7,19 @@ import tensorflow as tf
 from hvdkit.keras import callbacks as parts
 
 
-class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariablesCallback, tf.keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(parts.BroadcastGlobalVariables, tf.keras.callbacks.Callback):  # type: ignore[misc]
     """See hvdkit.keras.callbacks.BroadcastGlobalVariablesCallback."""
 
 
-class MetricAverageCallback(parts.MetricAverageCallback, tf.keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(parts.MetricAverage, tf.keras.callbacks.Callback):  # type: ignore[misc]
     """See hvdkit.keras.callbacks.MetricAverageCallback."""
 
 
-class LearningRateScheduleCallback(parts.LearningRateScheduleCallback, tf.keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(parts.LearningRateSchedule, tf.keras.callbacks.Callback):  # type: ignore[misc]
     """See hvdkit.keras.callbacks.LearningRateScheduleCallback."""
 
 
-class LearningRateWarmupCallback(parts.LearningRateWarmupCallback, tf.keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateWarmupCallback(parts.LearningRateWarmup, tf.keras.callbacks.Callback):  # type: ignore[misc]
     """See hvdkit.keras.callbacks.LearningRateWarmupCallback."""
 
 

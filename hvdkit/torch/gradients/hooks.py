@@ -90,11 +90,13 @@ class ParameterHooks(ABC):
     superseded = False
 
     def __init__(self, complete: Callable[[torch.Tensor], None]) -> None:
-        method: Any = complete  # of an object with a method name_of, which may go: its hooks do not keep it
+        # A bound method. Its object, which has a method ``name_of``, may go: the hooks do not keep it alive.
+        method: Any = complete
         self._owner, self._complete = weakref.ref(method.__self__), method.__func__
         # By the parameter's id: the handle of its hook, and where PyTorch kept the parameter when it was hooked.
         self._handles: dict[int, tuple[RemovableHandle, int]] = {}
-        # By the id of each parameter whose gradient was computed in this step: the passes that it has left, or had.
+        # By the id of each parameter whose gradient was computed in this step: its backward passes, those that are
+        # still to come in GradientHooks, those that are over in TrainStepHooks.
         self._passes: dict[int, int] = {}
 
     @abstractmethod

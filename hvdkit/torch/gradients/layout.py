@@ -160,7 +160,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Return the indices of dense tensors that may share memory with an earlier one, or elements with each other."""
+    """Return the indices of dense tensors that may share memory with an earlier one, or whose own elements may."""
     shared, reached = set(), 0
     for begin, index in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors)):
         tensor = tensors[index]

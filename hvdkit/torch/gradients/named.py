@@ -19,8 +19,8 @@ from hvdkit.torch.ops.sync import synchronize
 
 # Parameters, and their gradients as all ranks have them.
 Results = list[tuple[torch.Tensor, torch.Tensor | None]]
-# Waits for an operation in flight.
-Pending = Callable[[], Results]
+# An operation in flight: a wait for its result, and a function that makes gradients of that.
+Pending = tuple[Callable[[], Any], Callable[[Any], Results]]
 
 
 class NamedGradients:
@@ -66,7 +66,7 @@ class NamedGradients:
             self._submit(group)
 
     def finish(self, left_out: Collection[int] = ()) -> None:
-        """Wait until all gradients are reduced. A gradient not handed over counts as it is, None as zeros.
+        """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros.
 
         The parameters ``left_out``, given by id, the same on all ranks, are not reduced.
         """
@@ -77,18 +77,19 @@ class NamedGradients:
         dense: list[Any] = [each for each in self.parameters if storage_of(each.grad) is not None]
         shared = overlapping([member.grad for member in dense])
         able = {id(member) for index, member in enumerate(dense) if index not in shared}
-        for wait in self._take_pending():
-            for parameter, result in wait():
+        for wait, adopt in self._take_pending():
+            for parameter, result in adopt(wait()):
                 if not parameter.requires_grad:
                     continue
                 if id(parameter) not in able or result is None or result.layout is not torch.strided:
                     parameter.grad = result
-                elif parameter.grad is not None:
+                else:
+                    assert parameter.grad is not None
                     parameter.grad.copy_(result)
 
     def abandon(self, waits: bool) -> None:
         """Forget the operations submitted in this step, after a wait for them if it ``waits``."""
-        for wait in self._take_pending():
+        for wait, _ in self._take_pending():
             with suppress(HorovodInternalError):
                 if waits:
                     wait()
@@ -139,13 +140,13 @@ class NamedGradients:
             process_set=settings.process_set,
         )
 
-        def wait() -> Results:
+        def adopt(reduced: Sequence[torch.Tensor]) -> Results:
             return [
                 (member, self._decompressed(member, gradient, context))
-                for member, gradient, context in zip(group, synchronize(handle), contexts, strict=True)
+                for member, gradient, context in zip(group, reduced, contexts, strict=True)
             ]
 
-        return wait
+        return lambda: synchronize(handle), adopt
 
     def _submit_sparse(self, parameter: torch.Tensor) -> Pending:
         gradient, sparse_dim = parameter.grad, self._sparse_dims[id(parameter)]
@@ -157,11 +158,10 @@ class NamedGradients:
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(sparse_dim)
         name = f"{self._names[id(parameter)]}{SPARSE}"
-        reduced_by_all = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
+        wait = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
 
-        def wait() -> Results:
-            reduced = reduced_by_all()
+        def adopt(reduced: torch.Tensor) -> Results:
             # A row that no rank computed is no gradient: SparseAdam would count a step for it.
             return [(parameter, reduced.to(parameter.device) if reduced._nnz() else None)]
 
-        return wait
+        return wait, adopt

@@ -158,11 +158,10 @@ class PlannedGradients:
     def finish(self, name_of: Any, left_out: Collection[int] = ()) -> None:
         """Wait until all gradients are reduced. A gradient that was not handed over counts as it is, None as zeros.
 
-        The gradients of the parameters ``left_out``, given by id, count as zeros, too. Raises AssertionError if a
+        The gradients of the parameters ``left_out``, given by id, count as zeros too. Raises AssertionError if a
         gradient was changed or replaced while it was being reduced.
         """
-        if left_out:
-            self._left_out = {index for key, index in self.index.items() if key in left_out}
+        self._left_out = {index for key, index in self.index.items() if key in left_out} if left_out else set()
         parameters, unready = self.parameters, self.lane.unready_slots()
         changed = changed_since(self._watched, parameters)
         if self._in_place:  # no gradient that is not handed over yet may share the storage of one that is being reduced

@@ -48,6 +48,7 @@ class GradientSynchronizer:
         self.settings = settings
         self.verification = OptimizerVerification(BROADCAST)
         self.should_synchronize = True  # False within skip_synchronize()
+        self.for_scaler = False  # True if a GradScaler had the gradients synchronised
         self._is_synchronized = False
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
@@ -139,7 +140,7 @@ class GradientSynchronizer:
 
     def forget_synchronized(self) -> None:
         """Note that the synchronised gradients were used or cleared."""
-        self._is_synchronized = False
+        self._is_synchronized = self.for_scaler = False
 
     def set_passes(self, passes: int) -> None:
         """Expect ``passes`` backward passes a step from now on."""
@@ -178,7 +179,13 @@ class GradientSynchronizer:
             self.verification.finished()
         elif self.settings.process_set.included():
             self._finish_alone()
-        self._is_synchronized = True
+        self._is_synchronized, self.for_scaler = True, False
+
+    def synchronize_for_scaler(self) -> None:
+        """Reduce the gradients before a GradScaler reads them; the following step() need not synchronise again."""
+        if self.should_synchronize and not self.is_synchronized:
+            self.synchronize()
+            self.for_scaler = True
 
     def check_cleared(self) -> None:
         """Raise ValueError for a gradient that a failed step left half summed."""

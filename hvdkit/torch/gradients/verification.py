@@ -61,12 +61,17 @@ def device_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hashes_of(tensors: Sequence[torch.Tensor]) -> Array:
-    """Return a hash of each tensor's values, uint64. The host waits for a device once all of its tensors are hashed."""
-    hashes = [
-        kernels.checksum(_flat(tensor).view(torch.uint8).numpy()) if tensor.is_cpu else device_hash(tensor)
-        for tensor in tensors
-    ]
-    return np.array([int(each) % (1 << 64) for each in hashes], dtype=np.uint64)
+    """Return a hash of each tensor's values, uint64. Those of a device are copied to the host together."""
+    hashes = np.zeros(len(tensors), dtype=np.uint64)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.is_cpu:
+            hashes[index] = kernels.checksum(_flat(tensor).view(torch.uint8).numpy())
+        else:
+            by_device.setdefault(tensor.device, []).append(index)
+    for indices in by_device.values():
+        hashes[indices] = torch.stack([device_hash(tensors[index]) for index in indices]).cpu().numpy().view(np.uint64)
+    return hashes
 
 
 def _sketch_of(tensor: torch.Tensor) -> Array:

@@ -6,6 +6,7 @@ import functools
 import numbers
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from hvdkit.api.gradients.guard import WATCH
 from hvdkit.engine.session import runtime
+from hvdkit.errors import ParametersDifferError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.ops.allreduce import allreduce_async_
@@ -53,19 +55,22 @@ def reduce_and_step(
     elif callable(kwargs.get("closure")):
         _synchronize_before_closure(gradients)
         kwargs = {**kwargs, "closure": _synchronized_closure(gradients, kwargs["closure"])}
-    elif gradients.should_synchronize:
+    elif gradients.should_synchronize and not (gradients.for_scaler and gradients.is_synchronized):
         if gradients.is_synchronized:
             warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
         gradients.synchronize(updates=True)
     else:
         _check_synchronized(gradients)
+    has_computed = False
     try:
         result = plain_step(*args, **kwargs)
-        if gradients.hooks.touched:
-            raise AssertionError(COMPUTED_IN_STEP)
+        has_computed = gradients.hooks.touched
     finally:  # also after an error, since other ranks compare their parameters then
         gradients.forget_synchronized()
-        gradients.verification.updated(gradients.groups(), gradients.name_of)
+        with suppress(ParametersDifferError) if has_computed else nullcontext():  # the next error tells the cause
+            gradients.verification.updated(gradients.groups(), gradients.name_of)
+    if has_computed:
+        raise AssertionError(COMPUTED_IN_STEP)
     return result
 
 
@@ -145,11 +150,9 @@ def guard_scalers() -> None:
     @functools.wraps(plain_step)
     def step(self: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = _read_by(self, optimizer)
-        if gradients is None or gradients.is_synchronized or "closure" in kwargs or not gradients.should_synchronize:
-            return plain_step(self, optimizer, *args, **kwargs)
-        gradients.synchronize()
-        with optimizer.skip_synchronize():
-            return plain_step(self, optimizer, *args, **kwargs)
+        if gradients is not None and "closure" not in kwargs:
+            gradients.synchronize_for_scaler()
+        return plain_step(self, optimizer, *args, **kwargs)
 
     @functools.wraps(plain_unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:

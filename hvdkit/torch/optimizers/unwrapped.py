@@ -1,7 +1,7 @@
 """Warnings from optimizers of PyTorch whose gradients nobody reduces, after their steps.
 
-An optimizer is checked in its second step. A program that reduces gradients by operations may join and copy them, so
-the check asks for at least half as many elements reduced since the optimizer's first step as its gradients have.
+An optimizer is checked from its second step on. A program that reduces gradients by operations may join and copy them,
+so the check asks for at least half as many elements reduced since the step before as its gradients have.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ BYPASSED = (
     "...), not that of the optimizer which was given to it; or call synchronize() of that one before."
 )
 
-_REDUCED = "_hvdkit_reduced_elements"  # an optimizer's attribute: elements that were reduced before its first step
+# Steps before which enough was reduced: before a single step that may have been something else than gradients.
+_SETTLING_STEPS = 2
+# An optimizer's attribute: elements that were reduced before its last step, and how many steps had enough.
+_REDUCED = "_hvdkit_reduced"
 
 
 @functools.cache
@@ -60,14 +63,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return  # DDP, FSDP, another library or the program may reduce them by torch.distributed
-    before = vars(optimizer).get(_REDUCED)
-    now = vars(optimizer)[_REDUCED] = OPERATIONS.reduced_elements
-    if before is None:
-        return  # what the program has reduced before the first step may be something else
-    if 2 * (now - before) >= sum(parameter.numel() for parameter in parameters):
-        settle(optimizer)
-    else:
+    before, steps = vars(optimizer).get(_REDUCED, (None, 0))
+    now = OPERATIONS.reduced_elements
+    if before is not None and 2 * (now - before) < sum(parameter.numel() for parameter in parameters):
         _warn(optimizer, ALONE, parameters)
+        return
+    steps += before is not None
+    vars(optimizer)[_REDUCED] = now, steps
+    if steps == _SETTLING_STEPS:
+        settle(optimizer)
 
 
 def _warn(optimizer: torch.optim.Optimizer, text: str, parameters: Sequence[torch.Tensor]) -> None:

@@ -93,7 +93,10 @@ class DeviceCollectives:
         return self._launch(after, [*buffers, *([] if memory is None else memory.tensors())], work)
 
     def memory(self, elements: int, names: Sequence[str], gaps: Sequence[tuple[int, int]]) -> DeviceMemory:
-        """Return a codec's arrays of these names on the device, zeros at first, without the elements ``gaps``."""
+        """Return a codec's arrays of these names on the device, zeros at first, without the elements ``gaps``.
+
+        The result can ``pull`` the arrays into a CodecState of the host, and ``push`` them to the device.
+        """
         return DeviceMemory(elements, names, gaps, self._device)
 
     def allreduce_encoded(

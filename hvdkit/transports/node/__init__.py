@@ -8,7 +8,8 @@ without, and says the reason once.
 - Messages (``transport``, ``csrc/message_rings``) pass through two rings of bytes for each pair of ranks, one of them
   for control messages. If all ranks of the job are on one node, the transport below is never polled.
 - Each rank has an event counter with a futex, which ranks and threads ring when they have moved something for it.
-- Tensors anywhere (``csrc/staged``, ``collectives/staging``) pass in chunks; gradients (``csrc/in_place``) stay.
+- Tensors anywhere (``csrc/staged``, ``collectives/staging``) pass in chunks through slots of the ranks.
+- Gradients (``engine/steps/node_pass``, ``csrc/in_place``) are summed where they lie, out of all ranks' memory.
 """
 
 SEGMENT_BYTES = 1 << 40

@@ -15,6 +15,9 @@ from hvdkit.transports.security.listening import addresses_for
 logger = logging.getLogger("hvdkit")
 
 LARGEST_VALUE = 1 << 20  # bytes
+BYTES_OF_A_PAIR = 512  # of ranks: Gloo's addresses take 136 bytes, in two groups
+KEYS_OF_A_RANK = 16  # Gloo has one for each of its three groups
+MOST_LOGGED = 5  # addresses of refused clients
 POLL_SECONDS = 0.02  # between two looks at whether to end
 
 
@@ -41,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(value) < nbytes:  # too long, or cut off in the middle: the client will try again
             self._answer(400)
         else:
-            self._answer(200 if self.server.values.setdefault(self.path, value) == value else 409)
+            self._answer(200 if self.server.keep(self.path, value) else 409)
 
     def do_DELETE(self) -> None:
         """Keep the value: this client has all it needs, others may not."""
@@ -58,10 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class KeyValueServer(ThreadingHTTPServer):
-    """Serves from a thread of its own, from ``admit`` until it is closed. ``address`` has its host and port.
-
-    The first value of a key stays.
-    """
+    """Serves from a thread of its own, from ``admit`` until it is closed. ``address`` has its host and port."""
 
     daemon_threads = True
     request_queue_size = 1024  # all ranks come at once
@@ -74,7 +74,12 @@ class KeyValueServer(ThreadingHTTPServer):
         self.values: dict[str, bytes] = {}
         self._refused: set[str] = set()
         self._hosts: frozenset[str] = frozenset()
-        self._thread = threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), daemon=True)
+        self._lock = threading.Lock()
+        self._most_keys = KEYS_OF_A_RANK * world.size
+        self._bytes_left = LARGEST_VALUE + BYTES_OF_A_PAIR * world.size**2
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(POLL_SECONDS,), name="hvdkit-meeting", daemon=True
+        )
 
     def admit(self, addresses: Iterable[str]) -> None:
         """Admit clients at these addresses, of which early ones have waited until now."""
@@ -84,7 +89,9 @@ class KeyValueServer(ThreadingHTTPServer):
 
     def admits(self, address: str) -> bool:
         """True if a client is on a host of the job: Horovod's ranks have no other proof."""
-        if address not in self._hosts and address not in self._refused:
+        if address in self._hosts:
+            return True
+        if address not in self._refused and len(self._refused) < MOST_LOGGED:
             self._refused.add(address)
             # At once: Horovod ends a rank that is refused, and this job with it.
             logger.warning(
@@ -92,12 +99,23 @@ class KeyValueServer(ThreadingHTTPServer):
                 "engine meet. If it is a rank behind a translation of addresses, set HVDKIT_TRANSPORT=torch or mpi.",
                 address,
             )
-        return address in self._hosts
+        return False
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print errors but those of a client that goes away in the middle."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    def keep(self, key: str, value: bytes) -> bool:
+        """Keep a value; the first value of a key stays. False if the key has another, or there is no room."""
+        with self._lock:
+            if key in self.values:
+                return self.values[key] == value
+            if len(self.values) >= self._most_keys or len(value) > self._bytes_left:
+                return False
+            self.values[key] = value
+            self._bytes_left -= len(value)
+            return True
 
     def close(self) -> None:
         """Stop serving, and close the socket."""
