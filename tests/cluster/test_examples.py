@@ -56,7 +56,7 @@ def test_text_over_slow_links(cluster: Cluster, script):
     ("controller", "script"),
     [
         ("--gloo", ["pytorch_digits.py"]),
-        ("--mpi", ["tensorflow2_digits.py"]),
+        ("--mpi", ["keras_digits.py", "horovod.tensorflow.keras"]),
         ("--gloo", ["keras_digits.py", "horovod.keras"]),
     ],
 )

@@ -181,12 +181,6 @@ class GradientSynchronizer:
             self._finish_alone()
         self._is_synchronized, self.for_scaler = True, False
 
-    def synchronize_for_scaler(self) -> None:
-        """Reduce the gradients before a GradScaler reads them; the following step() need not synchronise again."""
-        if self.should_synchronize and not self.is_synchronized:
-            self.synchronize()
-            self.for_scaler = True
-
     def check_cleared(self) -> None:
         """Raise ValueError for a gradient that a failed step left half summed."""
         for parameter in self.trainable().values() if HALF_SUMMED_MARKS else ():
