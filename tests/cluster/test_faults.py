@@ -83,6 +83,7 @@ def strike(cluster: Cluster, fault: Fault, transport: str) -> Verdict:
     cluster.run(["rm", "-f", "/tmp/checkpoint"], host=WORKERS[0])  # noqa: S108 (there)
     left = [f"{what} on {host}" for host, what in cluster.left_on_hosts().items()]
     outcome = Outcome(status, "".join(said), ended, left)
+    print(outcome.output)  # shown where the test fails
     return judge(fault, outcome, 3, TIMEOUT_SECONDS, START_TIMEOUT_SECONDS)
 
 
