@@ -19,7 +19,6 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.exchange import (
-    SCRATCH,
     Rounds,
     alltoall,
     chunks_of,
@@ -30,6 +29,7 @@ from hvdkit.collectives.exchange import (
     tree_broadcast,
 )
 from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
 

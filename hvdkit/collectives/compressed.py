@@ -20,8 +20,9 @@ import numpy as np
 
 from hvdkit import kernels
 from hvdkit.collectives.allreduce import allreduce
-from hvdkit.collectives.exchange import SCRATCH, scale_in_place
+from hvdkit.collectives.exchange import scale_in_place
 from hvdkit.collectives.group import Array, Group, Runs, Steps, partition, two_phase_bytes
+from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Cast, Codec, CodecState, LossyCodec, PayloadCodec, PowerSGD, Tally, frames
 from hvdkit.compression.codec import converted
 from hvdkit.compression.state import TURN

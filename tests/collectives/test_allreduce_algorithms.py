@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hvdkit.collectives.algorithms import MASTER, children
 from hvdkit.collectives.allreduce import ALGORITHMS, allreduce, choose_allreduce
-from hvdkit.collectives.exchange import SCRATCH
 from hvdkit.collectives.group import Choice, Group
+from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CASTS, Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale, numpy_kernels
 from tests.collectives.stepping import random_inputs, reduce_everywhere, reduce_in_random_order, run_everywhere

@@ -124,7 +124,7 @@ def explain(
         reference = gather("sketches", np.array(statement.sketches).tolist() if rank == first else None)[0]
         norms = np.maximum(np.linalg.norm(reference, axis=1), SMALLEST_NORM)
         distances = np.linalg.norm(np.subtract(statement.sketches, reference), axis=1) / norms
-        distances[np.isnan(distances)] = np.inf
+        distances[np.isnan(distances)] = np.inf  # where squares are too large for a float64
         limits = np.maximum(statement.precisions, ROUNDING)
         index = int(np.argmax(distances / limits))
         name, distance, limit = statement.names[index], float(distances[index]), float(limits[index])

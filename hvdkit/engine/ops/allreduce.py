@@ -12,9 +12,9 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.collectives.algorithms import adasum
 from hvdkit.collectives.compressed import allreduce_encoded
-from hvdkit.collectives.exchange import SCRATCH
 from hvdkit.collectives.group import Array, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of, why_allreduce
+from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CodecState
 from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests, Submission, effective
 from hvdkit.engine.ops.requests import Key, Signature, automatic_number

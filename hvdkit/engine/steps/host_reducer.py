@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from hvdkit import kernels
 from hvdkit.arena import ARENA
 from hvdkit.collectives.compressed import allreduce_encoded
-from hvdkit.collectives.exchange import SCRATCH
 from hvdkit.collectives.group import Array, Group, Steps, two_phase_bytes
 from hvdkit.collectives.hierarchical import Layout, allreduce_share, layout_allreduce, split_scale
+from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode
 from hvdkit.compression import Codec, CodecState
 from hvdkit.engine.steps.node_pass import Chunks, Direction, NodePass, Share, Where

@@ -150,8 +150,12 @@ def guard_scalers() -> None:
     @functools.wraps(plain_step)
     def step(self: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = _read_by(self, optimizer)
-        is_needed = gradients is not None and gradients.should_synchronize and not gradients.is_synchronized
-        if gradients is not None and is_needed and "closure" not in kwargs:
+        if (
+            gradients is not None
+            and "closure" not in kwargs
+            and gradients.should_synchronize
+            and not gradients.is_synchronized
+        ):
             gradients.synchronize()
             gradients.for_scaler = True  # so that step() does not reduce them again
         return plain_step(self, optimizer, *args, **kwargs)
