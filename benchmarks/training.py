@@ -23,7 +23,7 @@ MODELS = {
     "convolution": "a convolutional network (ResNet-50), with SGD",
     "tensors": "2000 tensors of 1 to 100 KB, with SGD",
 }
-ALONE, DDP = "alone", "DDP"
+ALONE, DDP, DDP_ON_HVDKIT = "alone", "DDP", "hvdkit under DDP"
 PHASES = ("forward", "backward", "optimizer")
 COSTS = ("processor", "others", "switches")  # of a step; see ``costs``
 POWERSGD_RANK = 4
@@ -47,6 +47,7 @@ def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
         Peer(ALONE, "alone", "plain"),
         Peer(f"{ALONE} with a barrier", "alone", "plain", ("--barrier",)),
         Peer(DDP, "ddp", "plain"),
+        Peer(DDP_ON_HVDKIT, "ddp on hvdkit", "plain"),
         Peer(f"{DDP} fp16", "ddp", "plain", ("--compression", "fp16")),
         Peer(f"{DDP} PowerSGD", "ddp", "plain", ("--compression", "powersgd")),
         *jobs.horovods(),
@@ -88,6 +89,8 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    import hvdkit_autoload
+
     torch.set_num_threads(args.threads)
     torch.manual_seed(42)
     load = models.MODELS[args.model](args)
@@ -107,9 +110,10 @@ def work(args: argparse.Namespace) -> None:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     else:
-        dist.init_process_group("gloo")
+        hvdkit_autoload.register()  # as PyTorch does where hvdkit is installed
+        dist.init_process_group("hvdkit" if args.worker == "ddp on hvdkit" else "gloo")
         rank, close = dist.get_rank(), dist.destroy_process_group
-        if args.worker == "ddp":
+        if args.worker != "alone":
             trained = data_parallel(model, args.compression)
 
     data = torch.Generator().manual_seed(rank)

@@ -209,7 +209,11 @@ def bound_of(peer: str) -> str:
     """Which bound holds for a peer: of compute alone for codecs whose bytes are too few to count."""
     if peer.endswith((" fp16", " bf16")):
         return "bound fp16"
-    dense = peer in {training.DDP, *(horovod.name for horovod in jobs.horovods())} or peer.endswith(" none")
+    dense = peer in {
+        training.DDP,
+        training.DDP_ON_HVDKIT,
+        *(horovod.name for horovod in jobs.horovods()),
+    } or peer.endswith(" none")
     return "bound" if dense else training.ALONE
 
 

@@ -25,6 +25,7 @@ MODULES = {
     "horovod.tensorflow.keras.callbacks": "hvdkit.tensorflow.keras.callbacks",
     "horovod.keras": "hvdkit.keras",
     "horovod.keras.callbacks": "hvdkit.keras.callbacks",
+    **dict.fromkeys(("horovod.data", "horovod.data.data_loader_base"), "hvdkit.data"),
     "horovod.common.exceptions": "hvdkit.errors",
     "horovod.common.process_sets": "hvdkit.engine.session.process_sets",
     "horovod.common.util": "hvdkit.api.horovod_util",

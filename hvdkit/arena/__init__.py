@@ -106,11 +106,16 @@ class Arena:
         if not self.is_open:
             yield
             return
-        self._native.serve_this_thread(True)
+        before = self._native.serve_this_thread(True)
         try:
             yield
         finally:
-            self._native.serve_this_thread(False)
+            self._native.serve_this_thread(before)
+
+    def serve_thread(self) -> None:
+        """Serve the calling thread's allocations outside of backward passes too, from now on."""
+        if self.is_open:
+            self._native.serve_this_thread(True)
 
     def add_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Serve allocations of these sizes in bytes until each is removed as often. Returns the sizes to be removed."""

@@ -33,6 +33,7 @@ class Mode(IntEnum):
     REDUCE_SCATTER = 1
     ALLGATHER = 2
     WHOLE = 3
+    EXCHANGE = 4
 
 
 class AreaQueue:
@@ -138,11 +139,25 @@ class Staging:
         queue = self.queues[half]
         if queue.passed != ticket:
             yield [Turn(queue, ticket, self._rank)]
-        measure = flat.nbytes >= MEASURED_BYTES
-        past_cache = choose_handover(flat.nbytes, queue.area.line_seconds())[0] if measure else []
-        staged = self._staged(queue.area, int(mode), flat, op, scale, list(shares), source, past_cache, measure)
+        staged = self.new_pass(half, mode, flat, shares, op, scale, source)
         yield [Pass(staged, self.members, self.spin_seconds)]
         queue.passed += 1
+
+    def new_pass(
+        self,
+        half: int,
+        mode: Mode,
+        flat: Array,
+        shares: Runs,
+        op: ReduceOp,
+        scale: Scale,
+        source: Array | None = None,
+        own: Array | None = None,
+    ) -> Any:
+        """Return a native pass, the next one in its area; ``own``: the place of this rank's share of a reduction."""
+        area, measure = self.queues[half].area, flat.nbytes >= MEASURED_BYTES
+        past_cache = choose_handover(flat.nbytes, area.line_seconds())[0] if measure else []
+        return self._staged(area, int(mode), flat, op, scale, list(shares), source, past_cache, measure, own)
 
 
 def choose_handover(nbytes: int, line_seconds: Sequence[float]) -> tuple[list[bool], str]:

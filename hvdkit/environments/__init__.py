@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hvdkit.environments import launchers
 from hvdkit.environments.base import Detect, Rendezvous, World
+from hvdkit.errors import EnvironmentConflictError
 
-__all__ = ["Detect", "Rendezvous", "World", "detect", "register"]
+__all__ = ["Detect", "Rendezvous", "World", "detect", "register", "world_for_torch"]
 
 # The innermost launcher counts. hvdkitrun, horovodrun --gloo and torchrun set variables of their own and may run inside
 # mpirun or srun, so they come first. MPI's launchers follow, with which MPI itself agrees. Then RANK and WORLD_SIZE set
@@ -41,3 +43,23 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
         if (world := launcher(environ)) is not None:
             return world
     return World("none", rank=0, size=1, local_rank=0, local_size=1)
+
+
+def world_for_torch(
+    rank: str | None = None, size: str | None = None, environ: Mapping[str, str] | None = None
+) -> World | None:
+    """Return the World of one of several ranks that mpirun or srun started, for ``torch.distributed``.
+
+    Its rendezvous, None where ranks can only meet by MPI, is not that of hvdkit's own store. ``rank`` and ``size``: the
+    arguments of ``init_process_group``. None if these are of another job, or the launcher is another: torch knows best.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        world = detect(environ)
+    except EnvironmentConflictError:  # torch says which of its variables is missing
+        return None
+    is_served = world.size > 1 and (world.mpi or world.launcher == "srun")
+    if not is_served or rank not in (None, str(world.rank)) or size not in (None, str(world.size)):
+        return None
+    place = launchers.torch_rendezvous(world, environ)
+    return replace(world, rendezvous=place) if world.mpi or place is not None else None

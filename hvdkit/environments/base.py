@@ -9,6 +9,8 @@ from typing import NamedTuple
 from hvdkit.errors import EnvironmentConflictError
 
 BY_HAND = ("RANK", "WORLD_SIZE")
+# hvdkitrun --mpi sets torch's variables for other libraries, and "RANK/WORLD_SIZE" here, by which it is known for that.
+TORCH_PLACE = "HVDKIT_TORCH_PLACE"
 _DIFFERENT_LAUNCHERS = "HINT: check whether the two variables come from different launchers; ranks count from 0"
 
 
@@ -120,6 +122,8 @@ def in_mpi_job(world: World, environ: Mapping[str, str], names: tuple[str, str])
 
     RANK and WORLD_SIZE must agree with rank and size, which MPI's launcher set in the variables ``names``.
     """
+    if environ.get(TORCH_PLACE) == "/".join(environ.get(name, "") for name in BY_HAND):
+        return replace(world, mpi=True)
     for name, value in zip(BY_HAND, (world.rank, world.size), strict=True):
         if name in environ and integer(environ, name) != value:
             raise EnvironmentConflictError(

@@ -65,7 +65,7 @@ def take_wanted() -> bool:
 
 
 def tell_init() -> None:
-    """Tell hvdkitrun, if it started this process, that a process of this rank calls hvd.init()."""
+    """Tell hvdkitrun, if it started this process, that a process of this rank joins the job."""
     if path := os.environ.pop(INIT_PIPE, ""):
         try:
             with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as pipe:

@@ -138,7 +138,13 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
     return counts[index] if index < len(counts) else None
 
 
-def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
+def torch_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous | None:
+    """Return where ranks of torch.distributed meet: MASTER_ADDR and MASTER_PORT, else a port of srun's first host."""
+    place = base.master_rendezvous(environ)
+    return _first_host(environ, for_torch=True) if place is None and world.launcher == "srun" else place
+
+
+def _first_host(environ: Mapping[str, str], for_torch: bool = False) -> Rendezvous | None:
     """Return rank 0's host, and a port that every task of this step computes and other steps do not."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
@@ -148,7 +154,8 @@ def _first_host(environ: Mapping[str, str]) -> Rendezvous | None:
     # Only tasks of this step connect there: on one host, other hosts need not see it.
     host = hosts[0] if len(hosts) > 1 else LOOPBACK
     # 31 keeps the steps of neighbouring jobs apart: both numbers grow by one.
-    return Rendezvous("tcp", host, _FIRST_PORT + (job * 31 + step) % _PORTS)
+    number = job * 31 + step + (_PORTS // 2 if for_torch else 0)
+    return Rendezvous("tcp", host, _FIRST_PORT + number % _PORTS)
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -82,6 +82,16 @@ def is_own(address: str) -> bool:
         return True
 
 
+def is_free(port: int) -> bool:
+    """True if nothing on this host has this port on an IPv4 address."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
 def is_loopback(host: str) -> bool:
     """True if this name or address means, on every host, that host itself."""
     try:

@@ -25,6 +25,13 @@ from hvdkit.engine.session.process_sets import global_process_set
 from hvdkit.keras.functions import adapter, backend
 from hvdkit.kernels.reduce_op import ReduceOp
 
+DISTRIBUTED_BY_KERAS = (
+    "DistributedOptimizer {title!r} on rank {rank}: keras.distribution has {kind} set, which reduces gradients over "
+    "its own processes; they would be averaged twice.\n"
+    "HINT: call keras.distribution.set_distribution(None) before the model is made, or give the optimizer without "
+    "hvd.DistributedOptimizer to the model."
+)
+
 # Attributes of a distributed optimizer's class, and of the optimizer.
 SETTINGS = "_hvdkit_settings"
 STEP = "_hvdkit_step"
@@ -136,6 +143,9 @@ class DistributedStep:
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients of variables, reduced over all ranks. Collective."""
         if self._gradients is None:
+            if (distribution := keras.distribution.distribution()) is not None:
+                title, kind = self.settings.title, type(distribution).__name__
+                raise ValueError(DISTRIBUTED_BY_KERAS.format(title=title, rank=runtime.topology().rank, kind=kind))
             self._gradients = backend().gradients(self.settings)
         values = {
             index: gradient

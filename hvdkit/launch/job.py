@@ -18,7 +18,7 @@ _IDENTITY = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_ADDR|MASTER_PORT"
     r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_(?!MCA_)\w+|MPI_LOCALN?RANK\w*"
     r"|(HOROVOD|HVDKIT)_(RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE))|HOROVOD_GLOO_RENDEZVOUS_\w+|HOROVOD_HOSTNAME"
-    r"|HVDKIT_(RENDEZVOUS_\w+|JOB|TRANSPORT|INIT_PIPE))"
+    r"|HVDKIT_(RENDEZVOUS_\w+|JOB|TRANSPORT|INIT_PIPE|TORCH_PLACE))"
 )
 # Variables of a single machine or login, which would be wrong or useless on another machine.
 _MACHINE = re.compile(
@@ -44,13 +44,16 @@ def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job:
     """Return the environment that all ranks share: the caller's, without a launcher's variables, and ``settings``.
 
     ``settings`` come from flags and win over the caller's variables under all names of a setting: HVDKIT_CYCLE_TIME
-    would otherwise win over the HOROVOD_CYCLE_TIME of a flag.
+    would otherwise win over the HOROVOD_CYCLE_TIME of a flag. A MASTER_PORT beside a RANK is that of a job around this
+    one; alone it is the user's choice.
     """
     groups = [config.names_of(setting.name) for setting in fields(config.Settings)]
     overruled = {name for names in groups if not settings.keys().isdisjoint(names) for name in names}
     environment = {
         name: value for name, value in caller.items() if not _IDENTITY.fullmatch(name) and name not in overruled
     }
+    if "MASTER_PORT" in caller and "RANK" not in caller:
+        environment["MASTER_PORT"] = caller["MASTER_PORT"]
     if environment.get("HVDKIT_SECRET_FILE", "").startswith("/proc/"):
         del environment["HVDKIT_SECRET_FILE"]  # of a hvdkitrun around this one; users name other files
     environment.setdefault("PYTHONUNBUFFERED", "1")  # a killed rank would lose the last lines in its buffer

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hvdkit import as_horovod
 from hvdkit.environments import limits
@@ -93,7 +94,9 @@ def run(chosen: Options) -> int:
         say(f"{chosen.size} ranks on {', '.join(ways)}")
         say(f"starting {controller.reason}")
     job = LaunchJob(chosen, placements, set(remote), environment, ssh, output)
-    return run_gloo(job) if controller.mpirun is None else run_mpi(job, controller.mpirun)
+    if controller.mpirun is None:
+        return run_gloo(job)
+    return run_mpi(replace(job, environment={**environment, **mpi.torch_meeting(job)}), controller.mpirun)
 
 
 def check_command(command: list[str], size: int) -> None:
@@ -222,16 +225,16 @@ def report_end(job: LaunchJob, outcome: Outcome) -> int:
 
 
 def tell_of_init(job: LaunchJob, outcome: Outcome) -> None:
-    """Say that no rank called hvd.init(), or which ranks of a failed job had not."""
+    """Say that no rank joined the job, or which ranks of a failed job had not."""
     size = job.options.size
     absent = sorted(set(range(size)) - job.output.noted[INIT])
     if outcome.signal is not None or size == 1 or not absent:
         return
     if len(absent) < size:
         if outcome.failed is not None:
-            say(f"{failures.named(absent)} had not called hvd.init()")
+            say(f"{failures.named(absent)} had not called hvd.init() or init_process_group()")
     elif is_python(job.options.command[0]):
-        say("no process called hvd.init(): each trained alone")
+        say("no process called hvd.init() or init_process_group(): each trained alone")
 
 
 def is_python(program: str) -> bool:

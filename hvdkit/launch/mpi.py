@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdkit.environments import limits
-from hvdkit.launch import LaunchError, UsageError
+from hvdkit.environments import limits, network
+from hvdkit.launch import LaunchError, UsageError, meeting
 from hvdkit.launch.job import LaunchJob, for_other_hosts
 from hvdkit.launch.supervise import WORKER
 from hvdkit.transports import AUTO, candidate, is_installed
@@ -120,6 +120,15 @@ def sessions(environment: Mapping[str, str], mpi_args: list[str]) -> str:
     return "" if any(_SESSIONS_OF_THE_CALLER.fullmatch(word) for word in words) else _SESSIONS
 
 
+def torch_meeting(job: LaunchJob) -> dict[str, str]:
+    """Return where ranks of torch.distributed meet. hvdkit's own ranks meet by MPI."""
+    try:
+        address = meeting.address_of_rank_0(job)
+    except LaunchError:  # mpirun may reach hosts, and take words for interfaces, that are unknown here
+        address = network.own_address()
+    return meeting.torch_meeting(job, address)
+
+
 def mpirun_argv(job: LaunchJob, mpirun: str, mpi_args: list[str], without_tcp: bool = False) -> list[str]:
     """Return the command line of mpirun, which forwards the variables of the job's environment by name."""
     placements, interfaces, login = job.placements, job.options.interfaces, job.ssh.login_options()
@@ -146,4 +155,5 @@ def mpirun_argv(job: LaunchJob, mpirun: str, mpi_args: list[str], without_tcp: b
         argv += ["--mca", "opal_abort_delay", str(ABORT_DELAY_SECONDS)]
     for name in sorted(for_other_hosts(job.environment)):
         argv += ["-x", name]
-    return [*argv, *mpi_args, *WORKER, f"{job.options.stop_grace:g}", *job.options.command]
+    ranks = ",".join(map(str, hosts.values()))
+    return [*argv, *mpi_args, *WORKER, f"{job.options.stop_grace:g}", ranks, *job.options.command]

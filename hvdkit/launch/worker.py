@@ -6,17 +6,20 @@ object with the command and its environment, which ``ps`` therefore does not sho
 command time to save: SIGTERM goes to the command alone, since a training whose data loaders are killed cannot save, and
 then to the processes that it leaves behind, such as the program that a shell ran. SIGKILL ends the rest afterwards.
 
-Under mpirun the file also runs between mpirun and each rank (``python worker.py GRACE COMMAND ...``), since mpirun
-itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which others
-ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise. The file runs by its
-path, so it imports the standard library alone.
+Under mpirun the file also runs between mpirun and each rank (``python worker.py GRACE RANKS_OF_HOSTS COMMAND ...``),
+since mpirun itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which
+others ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise. The worker
+also sets the variables of torch.distributed that mpirun does not set. The file runs by its path, so it imports the
+standard library alone.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import resource
@@ -25,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -34,6 +37,7 @@ STOP = b"stop\n"
 # The lines on stderr that hvdkitrun takes out, and the variable, are those of environments/failure_record.
 INIT, ENDED = b"\x1ehvdkit note init\n", b"\x1ehvdkit note ended\n"
 INIT_PIPE = "HVDKIT_INIT_PIPE"
+TORCH_PLACE = "HVDKIT_TORCH_PLACE"  # as in environments/base
 RELAY = signal.SIGURG
 LOOK_SECONDS = 0.5  # between two looks at what is left, and two signals to an mpirun that may not listen yet
 # Signals that mpirun forwards to the process group of a rank, and that its worker must survive.
@@ -259,9 +263,19 @@ def main() -> None:
     end_like(code, by_signal=not header["is_remote"])
 
 
-def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
+def torch_place(place: Sequence[int], ranks_of_hosts: Iterable[int]) -> dict[str, str]:
+    """Return torchrun's variables for a place: rank, size, local rank and size. Ranks fill one host after the other."""
+    host = bisect.bisect_right(list(itertools.accumulate(ranks_of_hosts)), place[0])
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+    return {name: str(number) for name, number in zip(names, (*place, host), strict=True)}
+
+
+def run_under_mpirun(stop_grace: float, ranks_of_hosts: list[int], command: list[str]) -> None:
     """Run a rank's command in the process group that mpirun made for it, which mpirun signals as a whole."""
     mpirun = os.getppid()
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    place = torch_place([int(os.environ[name]) for name in names], ranks_of_hosts)
+    os.environ.update(place, **{TORCH_PLACE: f"{place['RANK']}/{place['WORLD_SIZE']}"})
     forwarded = [signal.Signals[f"SIG{name}"] for name in FORWARDED.split()]
     wake = wake_on_signals([RELAY, *forwarded])
     adopt_orphans()
@@ -279,6 +293,6 @@ def run_under_mpirun(stop_grace: float, command: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        run_under_mpirun(float(sys.argv[1]), sys.argv[2:])
+        run_under_mpirun(float(sys.argv[1]), [int(count) for count in sys.argv[2].split(",")], sys.argv[3:])
     else:
         main()

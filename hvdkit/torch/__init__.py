@@ -11,6 +11,7 @@ from hvdkit.torch.basics import cuda_built, gloo_built, init, nccl_built, rocm_b
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.data_parallel.hook import DDPHook, ddp_hook
 from hvdkit.torch.gradients.compression_state import merge_state_dicts
+from hvdkit.torch.mesh import device_mesh, process_sets_of
 from hvdkit.torch.ops.allreduce import (
     allreduce,
     allreduce_,
@@ -57,8 +58,8 @@ __all__ = [
     "SyncBatchNorm", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
     "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
     "broadcast_async_", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "cuda_built",
-    "ddp_hook", "gloo_built", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-    "init", "join", "merge_state_dicts", "nccl_built", "poll", "reducescatter", "reducescatter_async", "rocm_built",
-    "sparse_allreduce_async", "synchronize",
+    "ddp_hook", "device_mesh", "gloo_built", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "init", "join", "merge_state_dicts", "nccl_built", "poll", "process_sets_of",
+    "reducescatter", "reducescatter_async", "rocm_built", "sparse_allreduce_async", "synchronize",
 ]  # fmt: skip

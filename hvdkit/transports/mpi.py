@@ -29,12 +29,16 @@ LARGEST_TAG = 1 << 22
 
 
 def start_mpi(world: World, timeout_seconds: float) -> Any:
-    """Start MPI and return mpi4py's ``MPI``. If that takes longer than ``timeout_seconds``, the process ends here."""
+    """Start MPI and return mpi4py's ``MPI``. If that takes longer than ``timeout_seconds``, the process ends here.
+
+    Raises TransportUnavailableError if MPI sees other ranks than the launcher started.
+    """
     if "mpi4py.MPI" not in sys.modules:
         use_the_wire_both_ways()
         late = (
             f"rank {world.launched[world.rank]} waited {timeout_seconds:g} s for MPI to start on all ranks that "
-            f"{world.launcher} has started: one of them has not called hvd.init(), was stopped, or cannot be reached. "
+            f"{world.launcher} has started: one of them has not called hvd.init() or init_process_group(), was "
+            "stopped, or cannot be reached. "
             "MPI does not say which.\n"
             "HINT: see what the other ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where some begin much later; "
             "over hosts, name the network between them (--network-interfaces) and see that no firewall closes it."
@@ -43,6 +47,15 @@ def start_mpi(world: World, timeout_seconds: float) -> Any:
             from mpi4py import MPI
     from mpi4py import MPI
 
+    mpi_size = MPI.COMM_WORLD.Get_size()
+    if world.members is None and mpi_size != world.size:
+        raise TransportUnavailableError(
+            f"{world.launcher} started {world.size} ranks, but MPI sees {mpi_size}: mpi4py was built for another "
+            "MPI than the one that started this job.\n"
+            "HINT: use the mpirun that belongs to mpi4py's MPI (pip install 'hvdkit[mpi]' brings both), or tell mpi4py "
+            "the other one's library (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM `srun --mpi=pmix`; or set "
+            "MASTER_ADDR, MASTER_PORT and HVDKIT_TRANSPORT=torch."
+        )
     return MPI
 
 
@@ -173,15 +186,6 @@ class MpiTransport(Transport):
 def open_mpi(world: World, start_timeout_seconds: float) -> MpiTransport:
     """Start MPI and return the transport over the ranks of ``world``. Raises TransportUnavailableError."""
     MPI = start_mpi(world, start_timeout_seconds)  # noqa: N806 (mpi4py's name)
-    mpi_size = MPI.COMM_WORLD.Get_size()
-    if world.members is None and mpi_size != world.size:
-        raise TransportUnavailableError(
-            f"{world.launcher} started {world.size} ranks, but MPI sees {mpi_size}: mpi4py was built for another "
-            "MPI than the one that started this job.\n"
-            "HINT: use the mpirun that belongs to mpi4py's MPI (pip install 'hvdkit[mpi]' brings both), or tell mpi4py "
-            "the other one's library (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM `srun --mpi=pmix`; or set "
-            "HVDKIT_TRANSPORT=torch."
-        )
     return MpiTransport(MPI.COMM_WORLD, world.members, start_timeout_seconds)
 
 

@@ -64,6 +64,9 @@ assert find_spec("horovod").name == "horovod" and find_spec("horovod.torch") and
 assert importlib.reload(horovod).torch is theirs
 assert theirs is ours and ours.__spec__.name == "hvdkit.torch" and ours.__name__ == "hvdkit.torch"
 assert HorovodInternalError is ours.HorovodInternalError and ProcessSet is ours.ProcessSet
+from horovod.data.data_loader_base import AsyncDataLoaderMixin
+import horovod.data, hvdkit.data
+assert AsyncDataLoaderMixin is hvdkit.data.AsyncDataLoaderMixin and horovod.data is hvdkit.data
 assert horovod.torch.compression.Compression is ours.Compression
 assert gloo_built(verbose=True) and split_list([1, 2, 3], 2) == [[1, 2], [3]]
 assert tuple(map(int, horovod.__version__.split("."))) >= (0, 28)

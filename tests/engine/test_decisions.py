@@ -251,7 +251,7 @@ def test_threads_that_ask_at_once_get_one_group(monkeypatch):
         time.sleep(0.05)
         made.append(group)
 
-    monkeypatch.setattr(groups, "_layout_of", slowly)
+    monkeypatch.setattr(groups, "layout_of", slowly)
     everyone = groups.Groups(MemoryTransport(0, 1, Wires(1)), [], AUTO, 0.0)
     got = [outcome.result(60) for outcome in [in_thread(everyone.group, 0) for _ in range(3)]]
     assert got == [made[0]] * 3

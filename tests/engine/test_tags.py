@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 from hvdkit.compression import RandomK
 from hvdkit.engine.loop import batches
 from hvdkit.engine.ops.requests import Call, ReduceRequest
-from hvdkit.engine.ranks import assignments, repetitions
-from hvdkit.engine.ranks.assignments import LaneNumbers, lane_tag, named_tag
-from hvdkit.engine.ranks.groups import lane_segment, staging_segment
+from hvdkit.engine.ranks import assignments
+from hvdkit.engine.ranks.assignments import LaneNumbers, lane_tag, message_tag, named_tag, ordered_tag
+from hvdkit.engine.ranks.groups import lane_segment, ordered_segment, staging_segment
+from hvdkit.engine.ranks.turns import LATEST_TURN
 from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps import node_pass
 from hvdkit.engine.steps.offers import FILLED, offer_of
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError
 from hvdkit.kernels import ReduceOp
+from hvdkit.transports.gloo import PROOF_TAG
 from hvdkit.transports.mpi import LARGEST_TAG
+from hvdkit.transports.node import SEGMENTS
 from tests.on_ranks import on_ranks
 from tests.threads import on_threads
 
@@ -206,12 +209,27 @@ def test_ranks_draw_alike_whatever_else_some_of_them_did_in_another_process_set(
     assert len(set(first)) == 3  # each time other elements
 
 
-def test_segments_of_a_nodes_memory_are_of_one_lane_or_process_set() -> None:
-    used = [0, *(staging_segment(number) for number in range(1000)), *(lane_segment(number) for number in range(1000))]
+def test_segments_of_a_nodes_memory_are_of_one_lane_process_set_or_group() -> None:
+    of = staging_segment, lane_segment, ordered_segment
+    used = [0, *(segment(number) for segment in of for number in range(1, 1000))]
     assert len(set(used)) == len(used)
+    assert max(used) < SEGMENTS
 
 
-def test_a_repetition_has_no_turn_that_its_memory_cannot_tell_from_another() -> None:
-    last = repetitions.REGIONS * repetitions._ROUNDS - 1
-    begin = repetitions._Repetition(last, ReduceOp.SUM, None).begin  # type: ignore[arg-type]
-    assert begin + repetitions._ROUND <= 1 << 48
+def test_tags_of_ordered_operations_and_messages_are_those_of_nothing_else() -> None:
+    last_of_lanes = lane_tag(assignments.LANES - 1, assignments.SEQUENCE - 1) + assignments.PHASES - 1
+    ordered = [
+        ordered_tag(group, number) + phase
+        for group in (0, 1, 2, assignments.ORDERED_GROUPS - 1)
+        for number in range(assignments.ORDERED_NUMBERS)
+        for phase in range(assignments.TAGS_PER_OPERATION)
+    ]
+    assert len(set(ordered)) == len(ordered)
+    messages = [message_tag(count) for count in range(assignments.MESSAGES)]
+    assert last_of_lanes < min(ordered)
+    assert max(ordered) < min(messages)
+    assert max(messages) < PROOF_TAG
+
+
+def test_turns_fit_into_the_memory_of_ranks() -> None:
+    assert LATEST_TURN < 1 << 48

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hvdkit import environments
-from hvdkit.environments import Rendezvous, World, detect
+from hvdkit.environments import Rendezvous, World, detect, world_for_torch
 from hvdkit.environments.launchers import expand_counts, expand_hosts
 from hvdkit.errors import EnvironmentConflictError
 
@@ -52,6 +52,10 @@ OF_SRUN = World("srun", 2, 3, 0, 1, Rendezvous("tcp", "node07", SRUN_PORT), job=
 CASES = {
     "no launcher": ({}, ALONE),
     "hvdkitrun, rank 0 with its socket": (HVDKITRUN, OF_HVDKITRUN),
+    "hvdkitrun, with torch's variables for others": (
+        HVDKITRUN | PLACE | variables("RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0"),
+        OF_HVDKITRUN,
+    ),
     "hvdkitrun, another rank": (
         HVDKITRUN | variables("HVDKIT_RANK=3 HVDKIT_LOCAL_RANK=1"),
         replace(OF_HVDKITRUN, rank=3, local_rank=1, rendezvous=Rendezvous("tcp", "127.0.0.1", 23456)),
@@ -66,6 +70,14 @@ CASES = {
     "started by hand, alone": (variables("RANK=0 WORLD_SIZE=1"), World("by hand", 0, 1)),
     "Open MPI": (OPENMPI, OF_OPENMPI),
     "hvdkitrun --mpi": (OPENMPI | {"HVDKIT_JOB": "1f"}, replace(OF_OPENMPI, job="1f")),
+    "hvdkitrun --mpi, with torch's variables for others": (
+        OPENMPI | PLACE | variables("RANK=2 WORLD_SIZE=4 HVDKIT_TORCH_PLACE=2/4"),
+        OF_OPENMPI,
+    ),
+    "mpirun in a rank of hvdkitrun --mpi": (
+        OPENMPI | PLACE | variables("RANK=1 WORLD_SIZE=2 HVDKIT_TORCH_PLACE=1/2"),
+        OF_OPENMPI,
+    ),
     "Open MPI with a place to meet": (OPENMPI | PLACE, replace(OF_OPENMPI, rendezvous=TCP)),
     "MPICH": (PMI, World("pmi", 2, 4, 0, 2, mpi=True)),
     "srun": (SRUN, OF_SRUN),
@@ -149,6 +161,10 @@ CONFLICTS = {
         {**OPENMPI, "RANK": "1", "WORLD_SIZE": "4"},
         ["OMPI_COMM_WORLD_RANK=2", "OMPI_COMM_WORLD_SIZE=4", "RANK=1 WORLD_SIZE=4"],
     ),
+    "hvdkitrun --mpi and another RANK": (
+        {**OPENMPI, **variables("RANK=1 WORLD_SIZE=4 HVDKIT_TORCH_PLACE=2/4")},
+        ["OMPI_COMM_WORLD_RANK=2", "RANK=1"],
+    ),
     "PMI and RANK": ({**PMI, **BY_HAND}, ["PMI_RANK=2 PMI_SIZE=4", "RANK=1 WORLD_SIZE=2"]),
     "srun with PMIx and RANK": ({**SRUN, "PMIX_RANK": "2", **BY_HAND}, ["SLURM_PROCID=2", "RANK=1 WORLD_SIZE=2"]),
 }
@@ -162,6 +178,43 @@ def test_contradictions_are_refused_with_names_values_and_a_hint(name):
     message = str(caught.value)
     assert [word for word in words if word not in message] == [], message
     assert "\nHINT: " in message
+
+
+# -- what torch.distributed cannot read --------------------------------------------------------------------------------
+
+TORCH_PORT = 20000 + (100 * 31 + 3 + 6000) % 12000
+
+FOR_TORCH = {
+    "Open MPI": (OPENMPI, OF_OPENMPI),
+    "Open MPI with a place to meet": (OPENMPI | PLACE, replace(OF_OPENMPI, rendezvous=TCP)),
+    "srun, at a port of torch's own": (SRUN, replace(OF_SRUN, rendezvous=Rendezvous("tcp", "node07", TORCH_PORT))),
+    "srun with PMI does not need MPI": (
+        SRUN | {"PMIX_RANK": "2"},
+        replace(OF_SRUN_MPI, rendezvous=Rendezvous("tcp", "node07", TORCH_PORT)),
+    ),
+    "srun with a place to meet": (SRUN | PLACE, replace(OF_SRUN, rendezvous=TCP)),
+    "srun that names no hosts": (without(SRUN, "SLURM_STEP_NODELIST"), None),
+    "one task": (
+        SRUN | variables("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_NODEID=0"),
+        None,
+    ),
+    "no launcher": ({}, None),
+    "half set by hand": ({"RANK": "1"}, None),
+    "by hand": (BY_HAND, None),
+    "hvdkitrun, which sets torch's variables": (HVDKITRUN, None),
+}
+
+
+@pytest.mark.parametrize("name", FOR_TORCH)
+def test_only_ranks_of_mpi_and_srun_meet_for_torch_by_other_variables(name):
+    environ, world = FOR_TORCH[name]
+    assert world_for_torch(environ=environ) == world
+
+
+@pytest.mark.parametrize(("rank", "size"), [("2", "4"), ("2", None), (None, "4")])
+def test_a_rank_and_a_size_of_another_job_are_torchs_matter(rank, size):
+    assert world_for_torch(rank, size, OPENMPI) == OF_OPENMPI
+    assert world_for_torch(rank and "1", size and "3", OPENMPI) is None
 
 
 # -- Slurm's short forms stand for what `scontrol show hostnames` prints -----------------------------------------------

@@ -34,6 +34,15 @@ ALIKE = {
 KERAS_ALIKE = ("keras_callbacks.py", "keras_early_stopping.py", "tensorflow_data.py")
 # What make test runs of the former; what the others show is tested in each framework's own room, too.
 ESSENTIAL = ("checkpoints.py", "evaluation.py", "gradient_clipping.py", "sync_batch_norm.py")
+# What needs other libraries, and is tested in test_libraries.py.
+LIBRARIES = (
+    "accelerate_group.py",
+    "accelerate_optimizer.py",
+    "lightning_group.py",
+    "lightning_strategy.py",
+    "trainer_group.py",
+    "trainer_optimizer.py",
+)
 # What has tests of its own below.
 OTHERS = ("keras_learning_rate.py", "learning_rate.py", "notebook.py", "process_sets.py", "uneven_data.py")
 
@@ -68,7 +77,7 @@ def assert_same(left: str, right: str, tolerance: float) -> None:
 
 def test_every_script_has_a_page_and_a_test() -> None:
     scripts = {path.name for path in SCRIPTS.glob("*.py")}
-    assert scripts == {*ALIKE, *KERAS_ALIKE, *OTHERS}
+    assert scripts == {*ALIKE, *KERAS_ALIKE, *LIBRARIES, *OTHERS}
     for name in scripts:
         assert shown(name)
 

@@ -115,6 +115,18 @@ def case_overlap_forward_warns_once_and_trains_without_it(hvd):
     check_close(ours, train(compiled(sgd()), joined(hvd)))
 
 
+def case_a_distribution_of_keras_beside_a_distributed_optimizer_is_an_error(hvd):
+    mesh = keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])
+    ours = compiled(hvd.DistributedOptimizer(sgd()), run_eagerly=True)
+    keras.distribution.set_distribution(keras.distribution.DataParallel(device_mesh=mesh))
+    try:
+        with told(ValueError, f"on rank {hvd.rank()}", "DataParallel", "averaged twice", "HINT"):
+            train(ours, batches(hvd.rank()))
+    finally:
+        keras.distribution.set_distribution(None)
+    check_close(train(ours, batches(hvd.rank())), train(compiled(sgd()), joined(hvd)))
+
+
 def case_several_passes_make_a_step(hvd):
     data = joined(hvd, 5)
     pairs = [whole(data[start : start + 2]) for start in (0, 2)]

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.config import from_environment
-from hvdkit.launch import LaunchError, UsageError, gloo, mpi, worker
+from hvdkit.environments import network
+from hvdkit.environments.network import LOOPBACK
+from hvdkit.launch import LaunchError, UsageError, gloo, meeting, mpi, worker
 from hvdkit.launch.hosts import Host, assign_slots
 from hvdkit.launch.job import LaunchJob, for_other_hosts, job_environment
 from hvdkit.launch.options import Options, parse
@@ -38,7 +40,7 @@ def test_mpirun_gets_hosts_room_for_more_ranks_than_cores_and_the_variables_by_n
     assert after(argv, "-np") == "3"
     assert "OVERSUBSCRIBE" in after(argv, "--map-by")
     assert [argv[index + 1] for index, word in enumerate(argv) if word == "-x"] == ["HVDKIT_JOB", "PATH"]
-    assert argv[-4:] == [worker.__file__, "10", "python", "a b.py"]
+    assert argv[-5:] == [worker.__file__, "10", "2,1", "python", "a b.py"]
 
 
 @pytest.mark.parametrize("user", [0, 1000])
@@ -159,7 +161,7 @@ def test_what_belongs_to_this_machine_stays_here():
 def test_ranks_on_this_machine_alone_meet_on_its_loopback():
     slots = assign_slots([Host("localhost", 2)], 2)
     with gloo.meeting_point(job(slots)) as point:
-        assert point.socket.getsockname() == (gloo.LOOPBACK, point.port)
+        assert point.socket.getsockname() == (LOOPBACK, point.port)
         first = gloo.rank_environment(job(slots), slots[0], point)
         second = gloo.rank_environment(job(slots), slots[1], point)
     assert "HVDKIT_RENDEZVOUS_FD" in first
@@ -174,9 +176,54 @@ def test_ranks_meet_where_rank_0_runs():
         assert (point.address, point.socket) == ("a", None)
 
 
+def torch_variables(environment: dict[str, str]) -> list[str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    return [environment[name] for name in names]
+
+
+def test_each_rank_gets_torchs_variables_with_the_number_of_its_host():
+    with gloo.meeting_point(job(remote={"a", "b"})) as point:
+        environments = [gloo.rank_environment(job(remote={"a", "b"}), placement, point) for placement in SLOTS]
+    assert list(map(torch_variables, environments)) == [
+        ["0", "3", "0", "2", "0", "a"],
+        ["1", "3", "1", "2", "0", "a"],
+        ["2", "3", "0", "1", "1", "a"],
+    ]
+    (port,) = {environment["MASTER_PORT"] for environment in environments}
+    assert int(port) != point.port
+
+
+def test_under_mpirun_ranks_of_torch_meet_at_rank_0_whatever_words_interfaces_have():
+    assert mpi.torch_meeting(job(remote={"a", "b"}))["MASTER_ADDR"] == "a"
+    assert mpi.torch_meeting(job(assign_slots([Host("localhost", 2)], 2)))["MASTER_ADDR"] == LOOPBACK
+    assert mpi.torch_meeting(job(remote={"b"}, interfaces=["10.0.0.0/24"]))["MASTER_ADDR"] == network.own_address()
+
+
+def test_a_port_for_rank_0_is_another_and_free_where_that_can_be_seen(monkeypatch):
+    monkeypatch.setattr(meeting, "_PORTS", range(20000, 20002))
+    here = job(assign_slots([Host("localhost", 2)], 2))
+    assert meeting.draw_port(job(remote={"a", "b"}), taken="20000") == "20001"
+    monkeypatch.setattr(network, "is_free", lambda port: port == 20000)
+    assert meeting.draw_port(here) == "20000"
+    with pytest.raises(LaunchError, match="no port from 20000 to 20001 is free\nHINT: "):
+        meeting.draw_port(here, taken="20000")
+
+
+def test_the_callers_own_master_port_is_kept_and_that_of_a_job_around_this_one_is_not():
+    chosen = {"MASTER_PORT": "29500", "MASTER_ADDR": "elsewhere"}
+    environment = job_environment(chosen, {}, job="j")
+    assert "MASTER_ADDR" not in environment
+    for remote in ((), {"a", "b"}):
+        with gloo.meeting_point(job(assign_slots([Host("a", 2)], 2), remote, environment)) as point:
+            assert point.torch["MASTER_PORT"] == "29500"
+            assert point.port != 29500
+    assert mpi.torch_meeting(job(remote={"a"}, environment=environment))["MASTER_PORT"] == "29500"
+    assert "MASTER_PORT" not in job_environment({**chosen, "RANK": "0"}, {}, job="j")
+
+
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match="no-such"):
-        gloo.address_seen_by("other", ["no-such"], 22)
+        meeting.address_seen_by("other", ["no-such"], 22)
 
 
 def test_the_worker_needs_nothing_but_the_standard_library():

@@ -7,8 +7,9 @@ import pytest
 from hvdkit.launch.main import is_python
 from tests.launch.launching import RANK, call, call_bare
 
-ALONE = "hvdkitrun: no process called hvd.init(): each trained alone"
+ALONE = "hvdkitrun: no process called hvd.init() or init_process_group(): each trained alone"
 JOINS = "import hvdkit.torch as hvd; hvd.init()\n"
+JOINS_TORCH = "import torch.distributed as dist; dist.init_process_group('hvdkit')\n"
 # Nothing that a rank writes comes to hvdkitrun, whose word must still be right.
 REDIRECTED = "os.dup2(os.open(os.devnull, os.O_WRONLY), 2); os.dup2(2, 1)\n"
 
@@ -20,7 +21,7 @@ def test_a_training_that_fails_alone_is_told_and_which_rank_it_was_comes_last(co
 
 
 @pytest.mark.essential(controller="--mpi")
-@pytest.mark.parametrize("code", [JOINS, RANK + REDIRECTED + JOINS], ids=["", "output redirected"])
+@pytest.mark.parametrize("code", [JOINS, RANK + REDIRECTED + JOINS, JOINS_TORCH], ids=["", "redirected", "torch"])
 def test_a_job_that_joins_hears_nothing_of_it(controller, code):
     result = call([controller, "-np", "2"], code)
     assert (result.status, result.stderr) == (0, "")
@@ -30,7 +31,7 @@ def test_a_job_that_joins_hears_nothing_of_it(controller, code):
 def test_ranks_that_had_not_joined_a_failed_job_are_named(controller):
     soon = {"HVDKIT_START_TIMEOUT_SECONDS": "2"}
     result = call([controller, "-np", "3"], f"{RANK}if rank == '1': {JOINS}else: time.sleep(600)", **soon)
-    assert "hvdkitrun: ranks 0, 2 had not called hvd.init()" in result.stderr.splitlines()
+    assert "hvdkitrun: ranks 0, 2 had not called hvd.init() or init_process_group()" in result.stderr.splitlines()
     assert result.status == 1
 
 

@@ -28,11 +28,45 @@ def test_more_ranks_than_cores_get_their_places(controller):
     places = [(world.rank, world.size, world.local_rank, world.local_size) for world in worlds.values()]
     assert places == [(rank, 5, rank, 5) for rank in range(5)]
     assert len({world.job for world in worlds.values()}) == 1
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    for rank, environment in found.items():
+        assert [environment[name] for name in names] == [str(rank), "5", str(rank), "5", "0", "127.0.0.1"]
+    assert len({environment["MASTER_PORT"] for environment in found.values()}) == 1
     if controller == "--mpi":
         assert all(world.mpi for world in worlds.values())
     else:
         assert [worlds[rank].rendezvous.kind for rank in range(5)] == ["fd", "tcp", "tcp", "tcp", "tcp"]
         assert len({(world.rendezvous.host, world.rendezvous.port) for world in worlds.values()}) == 1
+
+
+OF_TORCH = """
+import torch, torch.distributed as dist
+import hvdkit.torch as hvd
+def total():
+    dist.init_process_group("gloo")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return int(tensor)
+"""
+
+
+def test_torch_distributed_and_hvdkit_find_their_places_in_one_job(controller):
+    code = OF_TORCH + "hvd.init(); print(total(), int(hvd.allreduce(torch.ones(1), op=hvd.Sum)))"
+    result = call([controller, "-np", "2"], code)
+    assert result.status == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[0]<stdout>: 2 2", "[1]<stdout>: 2 2"]
+
+
+def test_torch_distributed_in_a_job_within_a_rank_meets_the_ranks_of_that_job(controller):
+    inner = ["-m", "hvdkit.launch", controller, "-np", "3", "{sys.executable}", "-c", OF_TORCH + "print(total())"]
+    words = ", ".join("sys.executable" if word == "{sys.executable}" else repr(word) for word in inner)
+    code = f"import subprocess, sys\n{OF_TORCH}total(); sys.exit(subprocess.call([sys.executable, {words}]))"
+    result = call([controller, "-np", "2"], code)
+    assert result.status == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
+        f"[{outer}]<stdout>: [{rank}]<stdout>: 3" for outer in range(2) for rank in range(3)
+    ]
 
 
 def test_settings_and_the_callers_variables_reach_every_rank(controller):
@@ -75,7 +109,7 @@ def test_every_line_says_its_rank_and_stream_and_output_files_hold_it_too(contro
     code = "import os, sys; print('to out'); print('to err', file=sys.stderr)"
     result = call([controller, "-np", "2", "--output-filename", str(tmp_path / "logs")], code)
     assert sorted(result.stdout.splitlines()) == ["[0]<stdout>: to out", "[1]<stdout>: to out"]
-    alone = "hvdkitrun: no process called hvd.init(): each trained alone"
+    alone = "hvdkitrun: no process called hvd.init() or init_process_group(): each trained alone"
     assert sorted(result.stderr.splitlines()) == ["[0]<stderr>: to err", "[1]<stderr>: to err", alone]
     for path in (tmp_path / "logs" / "rank.0", tmp_path / "logs" / "rank.1"):
         assert ((path / "stdout").read_text(), (path / "stderr").read_text()) == ("to out\n", "to err\n")

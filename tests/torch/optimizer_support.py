@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from tests.ranks import Skip, free_port
 
 ROWS = 4  # of each rank's batch
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -232,6 +235,19 @@ def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+@contextlib.contextmanager
+def process_group(hvd: Any, backend: str = "gloo") -> Iterator[None]:
+    """Run the block beside a group of torch.distributed with all ranks."""
+    if dist.is_initialized():
+        raise Skip("needs a torch.distributed that is free")
+    port = hvd.broadcast_object(free_port(), 0)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=hvd.rank(), world_size=hvd.size())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Passing:

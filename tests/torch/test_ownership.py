@@ -23,6 +23,8 @@ from tests.torch.optimizer_support import (
     assert_same_gradients,
     distributed_sgd,
     gradients,
+    no_warnings,
+    sgd,
     update,
 )
 from tests.torch.ownership_support import (
@@ -112,31 +114,55 @@ def test_a_child_that_is_forked_in_flight_leaves_the_step_alone(hvd: Any) -> Non
         pair.check_gradients()
 
 
-def test_unscaling_before_synchronize_is_noticed_in_every_step(hvd: Any) -> None:
-    for steps_before in range(3):
-        net = wide_net().float()
-        optimizer = distributed_sgd(hvd, net)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step in range(steps_before):
-            optimizer.zero_grad()
-            scaler.scale(wide_loss(net, [hvd.rank()], step)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+def test_unscaling_and_clipping_read_gradients_of_all_ranks_and_step_takes_them(hvd: Any) -> None:
+    for op, factor in ((hvd.Average, 1), (hvd.Sum, hvd.size())):
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            net, alone = wide_net().float(), wide_net().float()
+            optimizer = distributed_sgd(hvd, net, op=op)
+            plain = sgd(alone, 0.05)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(4):
+                for each in (optimizer, plain):
+                    each.zero_grad()
+                scaler.scale(wide_loss(net, [hvd.rank()], step)).backward()
+                (wide_loss(alone, range(hvd.size()), step) * factor).backward()
+                if step % 2 == 0 or hvd.rank() == 0:  # a rank may clip alone: not to change anything, but for the norm
+                    scaler.unscale_(optimizer)
+                    bound = 0.1 if step % 2 == 0 else float("inf")
+                    norms = [clip(list(each.parameters()), bound) for each in (net, alone)]
+                    if step % 2 == 0 and norms[0] is not None:
+                        torch.testing.assert_close(*norms)
+                with no_warnings():
+                    scaler.step(optimizer)
+                scaler.update()
+                plain.step()
+            torch.testing.assert_close(list(net.parameters()), list(alone.parameters()), rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_inside_of_a_closure_is_of_the_gradient_of_all_ranks(hvd: Any) -> None:
+    net, alone = wide_net(), wide_net()
+    optimizer, plain = distributed_sgd(hvd, net, op=hvd.Sum), sgd(alone, 0.05)
+
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        scaler.scale(wide_loss(net, [hvd.rank()])).backward()
-        with told(AssertionError, "unscale_()", "HINT"):
-            scaler.unscale_(optimizer)
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        alone = copy.deepcopy(net)
-        wide_loss(alone, range(hvd.size())).backward()
-        assert_same_gradients(net, alone, 1e-5)
+        loss = wide_loss(net, [hvd.rank()])
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+        plain.zero_grad()
+        (hvd.size() * wide_loss(alone, range(hvd.size()))).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        plain.step()
+    torch.testing.assert_close(list(net.parameters()), list(alone.parameters()))
 
 
 # What is done to a model, or to its first gradient, between backward() and synchronize().
 IN_FLIGHT: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "cleared": lambda net, first: net.zero_grad(),
-    "clipped": lambda net, first: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+    "scaled": lambda net, first: [gradient.mul_(1e-3) for gradient in gradients(net)],
     "replaced": lambda net, first: setattr(net[0].weight, "grad", torch.ones_like(first)),
     "shared": lambda net, first: first.share_memory_(),
     "set": lambda net, first: first.set_(torch.zeros_like(first)),
@@ -157,7 +183,7 @@ def test_gradients_that_change_in_flight_are_an_error_in_every_step(hvd: Any) ->
             first = gradients(net)[0]
             change(net, first)
             churn = [torch.full_like(first, 3.0) for _ in range(4)]  # may get the memory that was given back
-            with told(AssertionError, "0.weight", *["2.bias"] * (name in ("cleared", "clipped")), "HINT"):
+            with told(AssertionError, "0.weight", *["2.bias"] * (name in ("cleared", "scaled")), "HINT"):
                 optimizer.synchronize()
             # The step is given up, and the next one is right.
             optimizer.load_state_dict(optimizer.state_dict())

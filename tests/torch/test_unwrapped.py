@@ -15,9 +15,18 @@ from torch.nn.utils import parameters_to_vector
 
 from hvdkit.api.gradients.guard import is_settled
 from tests.on_ranks import on_ranks
-from tests.ranks import Skip, free_port
 from tests.told import told
-from tests.torch.optimizer_support import batch, loss_of, make_net, no_warnings, sgd, train, train_step, wrapped_net
+from tests.torch.optimizer_support import (
+    batch,
+    loss_of,
+    make_net,
+    no_warnings,
+    process_group,
+    sgd,
+    train,
+    train_step,
+    wrapped_net,
+)
 
 pytestmark = on_ranks(2, 3)
 
@@ -212,24 +221,11 @@ def test_compiled_steps_warn_too(hvd: Any) -> None:
             step()
 
 
-@contextmanager
-def process_group(hvd: Any) -> Iterator[None]:
-    """The block runs beside a group of torch.distributed with all ranks."""
-    if dist.is_initialized():
-        raise Skip("needs a torch.distributed that is free")
-    port = hvd.broadcast_object(free_port(), 0)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=hvd.rank(), world_size=hvd.size())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def test_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    with process_group(hvd):
+    def train_in_parallel() -> None:
         nets = [make_net(), make_net()]
         for net in nets:
             del net.spare  # DistributedDataParallel wants that all are used
@@ -237,6 +233,10 @@ def test_models_that_pytorch_makes_parallel_are_no_reason(hvd: Any) -> None:
             optimizer = sgd(model)
             with no_warnings():
                 train(hvd, optimizer, model, 2)
+
+    for backend in ("gloo", "hvdkit"):
+        with process_group(hvd, backend):
+            train_in_parallel()
 
 
 def test_gradients_that_a_group_of_torch_distributed_reduces_are_no_reason(hvd: Any) -> None:

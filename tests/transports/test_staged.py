@@ -45,6 +45,9 @@ class Operation:
 
     def __post_init__(self) -> None:
         given = [array.copy() for array in self.arrays]
+        if self.mode == Mode.EXCHANGE:  # of equal shares, out of other memory
+            each = given[0].size // len(given)
+            self.shares, self.apart = [(rank * each, (rank + 1) * each) for rank in range(len(given))], True
         self.sources: list[Array | None] = [None] * len(given)
         if self.apart:
             for rank, array in enumerate(self.arrays):
@@ -53,6 +56,11 @@ class Operation:
                 array[...] = 1
         self.expected = [array.copy() for array in self.arrays]
         runs = [(0, given[0].size)] if self.mode == Mode.WHOLE else self.shares
+        if self.mode == Mode.EXCHANGE:
+            for rank, array in enumerate(self.expected):
+                for owner, (begin, end) in enumerate(runs):
+                    array[begin:end] = given[owner][slice(*runs[rank])]
+            return
         for owner, (begin, end) in enumerate(runs):
             result = given[owner][begin:end]
             if self.mode != Mode.ALLGATHER:
@@ -77,7 +85,7 @@ class Operation:
 
     def check(self) -> None:
         for got, expected in zip(self.arrays, self.expected, strict=True):
-            if self.mode == Mode.ALLGATHER:  # copies, of NaN too
+            if self.mode in (Mode.ALLGATHER, Mode.EXCHANGE):  # copies, of NaN too
                 assert got.tobytes() == expected.tobytes()
             else:
                 assert_same_bits(got, expected)
@@ -167,7 +175,7 @@ def test_every_rank_gets_the_bits_of_the_numpy_kernels(
 ):
     rng = np.random.default_rng(seed)
     runs = shares(rng, ranks, size) or partition(size, ranks, dtype.itemsize)
-    factor = 1.0 if dtype == np.bool_ or mode == Mode.ALLGATHER else scale
+    factor = 1.0 if dtype == np.bool_ or mode in (Mode.ALLGATHER, Mode.EXCHANGE) else scale
     apart = apart and mode != Mode.ALLGATHER
     operation = Operation(mode, arrays(rng, dtype, ranks, size), runs, op, factor, apart)
     if past_cache:
@@ -226,8 +234,10 @@ array = np.zeros(9, np.float32)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mode": 4}, "Staged: mode: expected 0 to 3"),
-        ({"mode": -1}, "Staged: mode: expected 0 to 3"),
+        ({"mode": 5}, "Staged: mode: expected 0 to 4"),
+        ({"mode": -1}, "Staged: mode: expected 0 to 4"),
+        ({"mode": 4, "shares": [(0, 5), (5, 8)]}, "Staged: shares: expected equal ones for an exchange"),
+        ({"mode": 4}, "Staged: source: expected other memory"),
         ({"shares": [(0, 8)]}, "Staged: shares: expected one for each rank"),
         ({"shares": [(0, 4), (4, 9)]}, "Staged: shares: expected runs of the array"),
         ({"shares": [(0, 4), (5, 4)]}, "Staged: shares: expected runs of the array"),
@@ -311,3 +321,26 @@ def test_an_operation_without_elements_is_over_at_once_unless_everybody_reduces_
     for mode in (Mode.ALLREDUCE, Mode.REDUCE_SCATTER, Mode.ALLGATHER):
         assert party_of_three(mode, 0, 1)[0].advance(0.0)
     assert not party_of_three(Mode.WHOLE, 0, 1)[0].advance(0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_reduced_share_goes_to_memory_of_its_own(ranks):
+    rng = np.random.default_rng(ranks)
+    party = Party(ranks, 2, ranks * LINE)
+    sources = [rng.standard_normal(50 * ranks).astype(np.float32) for _ in range(ranks)]
+    expected, before = sum(sources), [source.copy() for source in sources]
+    shares = [(rank * 50, (rank + 1) * 50) for rank in range(ranks)]
+    outs = [np.zeros(50, np.float32) for _ in range(ranks)]
+    passes = [
+        native.Staged(
+            area, int(Mode.REDUCE_SCATTER), sources[rank], ReduceOp.SUM, 1.0, shares, None, [], False, outs[rank]
+        )
+        for rank, area in enumerate(party.areas)
+    ]
+    for each in passes:
+        each.stage()  # reads nothing of other ranks
+    while not all(each.advance(0.0) for each in passes):
+        pass
+    for rank, out in enumerate(outs):
+        np.testing.assert_allclose(out, expected[slice(*shares[rank])], rtol=1e-5)
+        np.testing.assert_array_equal(sources[rank], before[rank])

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "arena.h"
@@ -227,6 +228,6 @@ std::string install_hooks() {
     return reason;
 }
 
-void serve_this_thread(bool always) { serves_always = always; }
+bool serve_this_thread(bool always) { return std::exchange(serves_always, always); }
 
 }  // namespace hvdkit

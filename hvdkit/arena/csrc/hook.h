@@ -10,7 +10,8 @@ namespace hvdkit {
 // nothing; nothing where it is done.
 std::string install_hooks();
 
-// Whether this thread's allocations of the arena's sizes are served outside of backward passes too.
-void serve_this_thread(bool always);
+// Whether this thread's allocations of the arena's sizes are served outside of backward passes too. Returns whether
+// they were.
+bool serve_this_thread(bool always);
 
 }  // namespace hvdkit

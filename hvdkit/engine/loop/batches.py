@@ -14,7 +14,7 @@ from hvdkit.engine.loop.negotiation import Mailbox
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops import KINDS
 from hvdkit.engine.ops.batch import Batch, DeviceArray, Handle, Submission
-from hvdkit.engine.ops.requests import Key, Signature, automatic_number
+from hvdkit.engine.ops.requests import Key, Signature
 from hvdkit.engine.ranks.assignments import named_tag
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.telemetry.telemetry import Telemetry
@@ -49,8 +49,6 @@ class Batches:
         """End this rank's request with the error that the coordinator sent."""
         key, cls = Key(message.process_set, message.kind, message.name), ERRORS[message.cause]
         submission = self._submissions.pop(key, None)
-        if key.process_set in self._groups.repetitions:
-            self._groups.repetitions[key.process_set].forget(key.name if automatic_number(key) is None else None)
         if submission is not None:
             self._telemetry.failed(key)
             error = PeerLostError(message.text, message.left) if message.cause == LEFT else cls(message.text)

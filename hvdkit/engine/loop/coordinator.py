@@ -171,7 +171,6 @@ class Coordinator:
 
     def _fail(self, keys: list[Key], text: str, cause: str = messages.MISMATCH, left: int | None = None) -> None:
         """Send the error to each rank that asked for one of the operations; to other members once, when they ask."""
-        self._assignments.forget_recurring()  # as ranks do that get the error
         members = {rank for key in keys for rank in self.members.get(key.process_set, [])}
         requesters = {rank for key in keys for rank in self._pending[key].requests}
         joined = {rank for rank in self._joined if any(key.process_set == 0 for key in keys)}
@@ -204,7 +203,6 @@ class Coordinator:
 
     def _join(self, rank: int) -> None:
         self._joined[rank] = None
-        self._assignments.forget_recurring()
         self._fail_join()
         for key in [key for key in self._pending if key.process_set == 0]:
             self._check_complete(key)

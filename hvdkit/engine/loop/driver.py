@@ -113,6 +113,17 @@ class Driver:
         else:
             self._wakeup.ring()
 
+    def visit(self) -> None:
+        """Run a round on the calling thread, or have the background thread run one if a round is under way."""
+        if not self._turn.acquire(blocking=False):
+            self.wake()
+            return
+        try:
+            assert self._rounds is not None
+            self._rounds.run()
+        finally:
+            self._turn.release()
+
     def defer(self, action: Callable[[], None]) -> None:
         """Have the next round call ``action``."""
         self.inbox.append(action)

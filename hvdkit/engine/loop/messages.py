@@ -93,6 +93,15 @@ class LaneFailed(NamedTuple):
     text: str
 
 
+class MessageOffer(NamedTuple):
+    """A message that the sender has for the receiver, which lies on another node."""
+
+    group: int  # the number of the group of ordered operations
+    tag: int  # the user's
+    nbytes: int
+    data_tag: int  # under which the transport carries it
+
+
 class Abandoned(NamedTuple):
     lane: int
     step: int  # whose results the sender will not use
@@ -127,7 +136,7 @@ class Lost(NamedTuple):
 
 Message = (
     NewSignature | Ask | LaneClosed | Join | Waits | Run | Reject | Joined | JoinDone | JoinFailed
-    | LaneStarted | LaneFailed | Abandoned | Ping | Pong | Bye | Left | Lost
+    | LaneStarted | LaneFailed | MessageOffer | Abandoned | Ping | Pong | Bye | Left | Lost
 )  # fmt: skip
 _CLASSES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
 

@@ -9,6 +9,8 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from hvdkit.collectives.group import Array
 from hvdkit.compression import CASTS, Codec
 from hvdkit.engine.loop.driver import Driver
@@ -144,26 +146,29 @@ class NamedOperations:
 
         ``sources``: arrays of the same shapes that hold the values until the operation is done, if not ``arrays``.
         """
-        repetitions = self.groups.repetitions.get(call.process_set_id)
-        if repetitions and len(arrays) == 1 and self._mailbox.error is None:
+        small, described, turn = self.groups.small_reductions.get(call.process_set_id), None, None
+        if small is not None and len(arrays) == 1:
+            described = small.described(arrays[0], request, call)
+        if small is not None and described is not None and isinstance(arrays[0], np.ndarray):
             if call.name is None:
                 call = call._replace(number=self.count("allreduce", call.process_set_id))
-            elif call.name in repetitions.under_way:
+            elif call.name in small.under_way:
                 raise _duplicate_name("allreduce", "allreduce", call.name)
             # An operation in flight may have the same name, which is an error.
-            negotiates = call.wake or bool(self._submissions) or self._telemetry.timeline is not None
+            is_busy = bool(self._submissions) or self._mailbox.error is not None
+            negotiates = call.wake or is_busy or self._telemetry.timeline is not None
             self._waiting.submitters.add(get_ident())
             began, source = perf_counter(), None if sources is None else sources[0]
-            done = repetitions.reduce(arrays[0], source, request, call, negotiates)
+            turn = small.reduce(arrays[0], source, described, call, negotiates)
             self._telemetry.statistics.waited(perf_counter() - began)
-            if done:
+            if turn is None:
                 if self.submitting is not None:
                     self.submitting()
                 handle = Handle("an allreduce", call.name, self._waiting)
                 handle.finish(arrays)
                 return handle
         fields = {**_described(arrays, call), **request.signature()}
-        return self.submit("allreduce", arrays, fields, call, None, sources, request.codec)
+        return self.submit("allreduce", arrays, fields, call, turn, sources, request.codec)
 
     def allgather(self, arrays: Sequence[Array | DeviceArray], call: Call) -> Handle:
         """Concatenate each array over the ranks along its first dimension; the result is a list of new arrays."""

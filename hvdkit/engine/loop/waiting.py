@@ -17,6 +17,7 @@ from hvdkit.engine.ops.batch import Handle
 from hvdkit.errors import ForkedChildError
 
 if TYPE_CHECKING:
+    from hvdkit.engine.loop.completion import Completion
     from hvdkit.engine.steps.lane import Lane
 
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class WaitingThread:
     """A thread that waits for the result of ``subject``."""
 
-    subject: Handle | Lane
+    subject: Handle | Lane | Completion
     since: float
     reported_at: float = 0.0  # when the coordinator last heard of it
     warned: bool = False
@@ -41,7 +42,7 @@ class WaitingThreads:
         self.submitters: set[int] = set()
         self.dependents: dict[int, Collection[int]] = {}  # the threads that wait for what a thread computes
 
-    def wait(self, subject: Handle | Lane, finished: Callable[[], bool]) -> None:
+    def wait(self, subject: Handle | Lane | Completion, finished: Callable[[], bool]) -> None:
         """Drive the engine from the calling thread until ``finished()``. Raises ForkedChildError in a forked child."""
         if os.getpid() != self._process:
             raise ForkedChildError(self._negotiation.mailbox.me(), self._process)

@@ -2,8 +2,9 @@
 
 from hvdkit.engine.ops.agreements import ADD_PROCESS_SET, BARRIER, DETAILS, PLAN, REMOVE_PROCESS_SET
 from hvdkit.engine.ops.allreduce import ALLREDUCE
-from hvdkit.engine.ops.batch import Batch, Kind, effective
+from hvdkit.engine.ops.batch import Batch, Kind
 from hvdkit.engine.ops.exchanges import ALLGATHER, ALLTOALL, BROADCAST, REDUCESCATTER
+from hvdkit.engine.ranks.turns import effective
 
 _TENSORS = ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER
 _AGREEMENTS = BARRIER, DETAILS, PLAN, ADD_PROCESS_SET, REMOVE_PROCESS_SET

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,11 +15,11 @@ from hvdkit.collectives.group import Array, Steps, partition
 from hvdkit.collectives.hierarchical import choose_pieces, layout_allreduce, nodes_of, why_allreduce
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import CodecState
-from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests, Submission, effective
-from hvdkit.engine.ops.requests import Key, Signature, automatic_number
+from hvdkit.engine.ops.batch import Batch, Kind, Parts, Requests, Submission
+from hvdkit.engine.ops.requests import Key, Signature
 from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
-from hvdkit.engine.ranks.repetitions import Content, most_bytes
+from hvdkit.engine.ranks.turns import LATEST_TURN
 from hvdkit.kernels import ReduceOp, as_real
 
 if TYPE_CHECKING:
@@ -162,38 +161,24 @@ def _reduce_fused(batch: Batch, flats: Sequence[Array], turns: tuple[int, int]) 
     SCRATCH.give_back(scratch)
 
 
-def region_for(assignments: Assignments, key: Key, requests: Requests) -> int | None:
-    """Return the id of a region of node memory, once, for an operation that comes again and is small and simple."""
-    signature = next(iter(requests.values())).signature
-    is_simple = len(signature["shape"]) == 1 and signature["prescale"] == 1.0 and signature["op"] != ReduceOp.ADASUM
-    is_plain = "codec" not in signature and "direct" not in signature and signature["device"] == "cpu"
-    is_complex = signature["dtype"][0] not in kernels.DTYPES  # the region's kernels know no such numbers
-    if not is_simple or not is_plain or is_complex or prod(signature["shape"][0]) > most_bytes(2):
-        return None
-    # An operation without a name is the same again if all else is.
-    return assignments.next_region(key if automatic_number(key) is None else str(signature), signature)
+def latest_turn(assignments: Assignments, key: Key, requests: Requests) -> int | None:
+    """Return the latest turn of any rank where the ranks of a small allreduce have come to different ones."""
+    turns = {request.detail for request in requests.values() if isinstance(request.detail, int)}
+    return max(turns) if len(turns) > 1 and 0 < min(turns) <= max(turns) <= LATEST_TURN else None
 
 
-def _learn(groups: Groups, submission: Submission, number: int | None) -> None:
-    """Note that an operation runs, and its region if it gets one and the ranks of its process set share a node."""
-    process_set, signature = submission.key.process_set, submission.signature
-    repetitions = groups.repetitions.get(process_set)
-    if repetitions is None or "direct" in signature or (number is None and not repetitions):
-        return
-    array, op, postscale = submission.arrays[0], ReduceOp(signature["op"]), signature["postscale"]
-    content = Content(submission.handle.label, array.dtype, array.shape, op, postscale)
-    if number is None:
-        repetitions.ran(content)
-    else:
-        action = effective(op, postscale, len(groups.ranks[process_set]))
-        repetitions.learn(content, array.nbytes, number, *action)
+def _catch_up(groups: Groups, submission: Submission, turn: int | None) -> None:
+    """Go on from the latest turn of any rank."""
+    small = groups.small_reductions.get(submission.key.process_set)
+    if turn is not None and small is not None:
+        small.catch_up(turn)
 
 
 ALLREDUCE = Kind(
     "allreduce",
     fuses=True,
-    decide=region_for,
-    begun=_learn,
+    decide=latest_turn,
+    begun=_catch_up,
     joined=_zeros_for,
     run=_run,
     run_on_device=_run_on_device,

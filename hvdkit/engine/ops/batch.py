@@ -11,6 +11,7 @@ from hvdkit.compression import CASTS, Codec, Tally
 from hvdkit.engine.ops.requests import Key, ReduceRequest, Request, Signature, mismatch
 from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
+from hvdkit.engine.ranks.turns import effective
 from hvdkit.kernels import ReduceOp, Scale
 
 if TYPE_CHECKING:
@@ -100,11 +101,6 @@ class Submission:
     codec: Codec = CASTS["none"]
     tally: Tally | None = None  # bytes and seconds of encoding, where the codec encodes
     turn: int = 0  # a number for what a codec draws at random: the same on all ranks and in each run
-
-
-def effective(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scale]:
-    """Return the operation and the scale of its result: AVERAGE is SUM, divided."""
-    return (ReduceOp.SUM, Scale(postscale, size)) if op == ReduceOp.AVERAGE else (op, Scale(postscale))
 
 
 @dataclass

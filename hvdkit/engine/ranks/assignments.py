@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 # Named operations have the tags below this one, lanes those above.
 LANE_TAG, TAGS_PER_OPERATION = 1 << 21, 8
 NAMED_SEQUENCES = LANE_TAG // TAGS_PER_OPERATION
 # A lane's tag: the lane's number, then the operation's number in the lane, then the phase of the operation.
 LANES, SEQUENCE, PHASES = 2048, 128, 8
+# Above those, an ordered operation's tag: its group's number, then its own, of which one is open at a time.
+ORDERED_TAG, ORDERED_GROUPS, ORDERED_NUMBERS = LANE_TAG + LANES * SEQUENCE * PHASES, 1 << 14, 16
+MESSAGE_TAG, MESSAGES = 1 << 24, 1 << 20  # messages that may be under way between two ranks
 # How far the newest operation of a lane may be ahead of the oldest one that is open on a rank. Another rank can close
 # that oldest operation when all have begun it, and be as far ahead of it again.
 SPAN = SEQUENCE // 4
-
-MOST_RECURRING = 4096  # operations that are remembered
 
 
 def named_tag(sequence: int) -> int:
@@ -33,6 +33,16 @@ def lane_tag(number: int, sequence: int) -> int:
     """Return the first tag of the ``sequence``-th operation of the lane that has this number."""
     assert 0 <= number < LANES
     return LANE_TAG | (number * SEQUENCE + sequence % SEQUENCE) * PHASES
+
+
+def ordered_tag(group: int, number: int) -> int:
+    """Return the first of the eight tags of an operation of a group of ordered operations."""
+    return ORDERED_TAG + (group % ORDERED_GROUPS * ORDERED_NUMBERS + number % ORDERED_NUMBERS) * TAGS_PER_OPERATION
+
+
+def message_tag(count: int) -> int:
+    """Return the tag of the bytes of a rank's message number ``count`` to a rank of another node."""
+    return MESSAGE_TAG + count % MESSAGES
 
 
 class LaneNumbers:
@@ -79,9 +89,6 @@ class Assignments:
         self._lanes = 0  # the newest number
         self.joined: dict[int, None] = {}  # the ranks that have joined, in order
         self.lane_numbers = LaneNumbers()
-        # By operation, the longest ago first: the signature it had the first time, None once it has a region.
-        self._recurring: dict[object, dict[str, Any] | None] = {}
-        self._regions = 0
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:
         """Return the number of a new set of these ranks, or None if there is one."""
@@ -95,23 +102,3 @@ class Assignments:
         """Return the id of a new lane, and its number in tags, None if all are taken."""
         self._lanes += 1
         return self._lanes, self.lane_numbers.take(self._lanes, self.members[process_set])
-
-    def next_region(self, operation: object, signature: dict[str, Any]) -> int | None:
-        """Return a new region id when an operation comes for the second time with the same signature, else None.
-
-        There are none while a rank has joined, which does not count operations.
-        """
-        if self.joined:
-            return None
-        is_new = operation not in self._recurring
-        before = self._recurring.pop(operation, None)
-        comes_again = before == signature
-        self._recurring[operation] = signature if is_new or (before is not None and not comes_again) else None
-        if len(self._recurring) > MOST_RECURRING:
-            self._recurring.pop(next(iter(self._recurring)))
-        self._regions += comes_again
-        return self._regions - 1 if comes_again else None
-
-    def forget_recurring(self) -> None:
-        """Treat every operation from now on as new."""
-        self._recurring.clear()

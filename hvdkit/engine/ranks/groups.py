@@ -1,6 +1,7 @@
 """The process sets of this engine: their ranks, the node memory that these share, and their device's collectives.
 
-Segments of a node's memory: 0 is the transport's, odd segments are process sets', even ones lanes'.
+Segments of a node's memory: 0 is the transport's, odd segments are process sets', even ones lanes'; those of groups of
+ordered operations count down from the last.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdkit.collectives.group import Choice, Group
 from hvdkit.collectives.hierarchical import Layout
 from hvdkit.collectives.staging import Staging, staging_bytes
-from hvdkit.engine.ranks.repetitions import REGIONS, Repetitions, most_bytes
+from hvdkit.engine.ranks.turns import SmallReductions, most_bytes
 from hvdkit.transports.base import Transport
-from hvdkit.transports.node import has_segment
+from hvdkit.transports.node import SEGMENTS, has_segment
 
 if TYPE_CHECKING:
     from hvdkit.transports.gpu.device import DeviceCollectives
@@ -32,17 +33,36 @@ def lane_segment(lane_id: int) -> int:
 
 
 def group_bytes(ranks: int) -> int:
-    """Return the bytes that ``ranks`` ranks of a process set on one node share: staging, and recurring operations."""
-    from hvdkit.kernels._native import Repeated
+    """Return the bytes that ``ranks`` ranks of a group on one node share: staging, and turns."""
+    from hvdkit.kernels._native import Turns
 
-    return staging_bytes(ranks) + Repeated.bytes_needed(ranks, REGIONS, most_bytes(ranks))
+    return staging_bytes(ranks) + Turns.bytes_needed(ranks, most_bytes(ranks))
 
 
-def _layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout | None:
-    """Return a process set's layout on nodes; None if no two ranks share memory, or earlier sets took all segments."""
+def turns_of(group: Group) -> Any:
+    """Return the turns of a group whose ranks all share memory, behind the staging; None for another group."""
+    staging = None if group.layout is None else group.layout.staging
+    if staging is None or len(staging.members) < group.size:
+        return None
+    from hvdkit.kernels._native import Turns
+    from hvdkit.transports.node.transport import NodeTransport
+
+    transport, size = group.transport, group.size
+    assert isinstance(transport, NodeTransport)
+    bells = transport.wakeups_of(group.members)
+    return Turns(staging.window, staging_bytes(size), size, group.rank, most_bytes(size), bells)
+
+
+def ordered_segment(number: int) -> int:
+    """Return the segment of a group of ordered operations; such groups are numbered from 1."""
+    return SEGMENTS - number
+
+
+def layout_of(group: Group, segment: int, spin_seconds: float) -> Layout | None:
+    """Return a group's layout on nodes; None if no two ranks share memory, or earlier groups took all segments."""
     transport, rank = group.transport, group.members[group.rank]
-    nodes = [here for node in transport.nodes if (here := [member for member in node if member in group.members])]
-    if all(len(node) == 1 for node in nodes) or not has_segment(staging_segment(process_set_id)):
+    nodes = [here for node in transport.nodes if (here := [member for member in group.members if member in node])]
+    if all(len(node) == 1 for node in nodes) or not has_segment(segment):
         return None
     node = next(members for members in nodes if rank in members)
     if len(node) == 1:
@@ -50,21 +70,17 @@ def _layout_of(group: Group, process_set_id: int, spin_seconds: float) -> Layout
     from hvdkit.transports.node.transport import NodeTransport
 
     assert isinstance(transport, NodeTransport)
-    window = transport.memory.window(staging_segment(process_set_id), group_bytes(len(node)))
+    window = transport.memory.window(segment, group_bytes(len(node)))
     return Layout(nodes, Staging(node, rank, window, 0, transport.wakeups_of(node), spin_seconds))
 
 
-def _repetitions_of(group: Group) -> Repetitions | None:
-    """Return the recurring operations of a process set, or None unless all its ranks share memory, each with a core."""
-    staging = None if group.layout is None else group.layout.staging
-    if staging is None or len(staging.members) < group.size or staging.spin_seconds == 0:
+def _small_reductions_of(group: Group) -> SmallReductions | None:
+    """Return the small reductions of a process set, or None unless all its ranks share memory, each with a core."""
+    turns = turns_of(group)
+    if turns is None or group.layout.staging.spin_seconds == 0:
         return None
-    from hvdkit.kernels._native import Repeated
-
-    begin, most = staging_bytes(group.size), most_bytes(group.size)
-    area = Repeated(staging.window, begin, group.size, group.rank, REGIONS, most)
-    nbytes = Repeated.bytes_needed(group.size, REGIONS, most)
-    return Repetitions(group, area, most, partial(staging.window.give_back, begin, nbytes))
+    begin, nbytes = staging_bytes(group.size), group_bytes(group.size) - staging_bytes(group.size)
+    return SmallReductions(group, turns, partial(group.layout.staging.window.give_back, begin, nbytes))
 
 
 class Groups:
@@ -75,9 +91,9 @@ class Groups:
     ) -> None:
         self.ranks: dict[int, list[int]] = {0: list(range(transport.size))}
         self.ranks.update(enumerate(static_process_sets, start=1))
-        self.transport, self._choice, self._pass_spin_seconds = transport, choice, pass_spin_seconds
+        self.transport, self.choice, self.pass_spin_seconds = transport, choice, pass_spin_seconds
         self._groups: dict[int, Group] = {}
-        self.repetitions: dict[int, Repetitions] = {}  # of the process sets that have any
+        self.small_reductions: dict[int, SmallReductions] = {}  # of the process sets that have any
         self._making = threading.Lock()  # the driver and threads that register gradients make groups
         self.device: str | None = None  # ("cuda:0") that this rank's named operations have used last
         self._device_collectives: dict[tuple[int, str], DeviceCollectives | None] = {}
@@ -89,11 +105,11 @@ class Groups:
         """Return the group of a process set that this rank is in."""
         with self._making:
             if process_set_id not in self._groups:
-                group = Group(self.transport, self.ranks[process_set_id], self._choice)
-                group.layout = _layout_of(group, process_set_id, self._pass_spin_seconds)
+                group = Group(self.transport, self.ranks[process_set_id], self.choice)
+                group.layout = layout_of(group, staging_segment(process_set_id), self.pass_spin_seconds)
                 self._groups[process_set_id] = group
-                if (repetitions := _repetitions_of(group)) is not None:
-                    self.repetitions[process_set_id] = repetitions
+                if (small := _small_reductions_of(group)) is not None:
+                    self.small_reductions[process_set_id] = small
             return self._groups[process_set_id]
 
     def device_collectives(self, process_set_id: int, device: str) -> DeviceCollectives | None:
@@ -110,8 +126,8 @@ class Groups:
         """Remove a set, as all ranks have agreed."""
         self.ranks.pop(process_set_id, None)
         group = self._groups.pop(process_set_id, None)
-        if process_set_id in self.repetitions:
-            self.repetitions.pop(process_set_id).leave()
+        if process_set_id in self.small_reductions:
+            self.small_reductions.pop(process_set_id).leave()
         if group is not None and group.layout is not None and group.layout.staging is not None:
             group.layout.staging.leave()
         for key in [key for key in self._device_collectives if key[0] == process_set_id]:

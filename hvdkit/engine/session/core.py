@@ -17,6 +17,9 @@ from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.ops.batch import Handle, Submission
 from hvdkit.engine.ops.requests import Key
+from hvdkit.engine.ordered.group import OrderedGroup
+from hvdkit.engine.ordered.making import make_group
+from hvdkit.engine.ordered.messages import Messages
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology
 from hvdkit.engine.session.joining import Joining
@@ -72,6 +75,8 @@ class Engine:
         self.waiting = WaitingThreads(driver, negotiation)
         self.named = NamedOperations(self.groups, self.submissions, driver, negotiation, self.waiting, telemetry)
         self.lanes = Lanes(driver, negotiation, telemetry, self.operations, network, sizes, self.waiting)
+        self.ordered: dict[int, OrderedGroup] = {}  # by number
+        self.messages = Messages(self)
         self.joining = Joining(self)
         self.watch = Watch(self, heartbeat)
         batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, telemetry)
@@ -113,6 +118,15 @@ class Engine:
         if lane is not None:
             self.lanes.open(lane)
         return lane
+
+    def ordered_group(self, members: Sequence[int], number: int, name: str, seconds: float) -> OrderedGroup:
+        """Return a new group, which only its ``members`` make; it does not communicate.
+
+        ``number``: one that no other group of this job has had, the same on its members, from 1. ``seconds``: the
+        longest time of an operation.
+        """
+        made = self.ordered[number] = make_group(self, members, number, name, seconds)
+        return made
 
     def communication_statistics(self) -> CommunicationStatistics:
         """Return the cost of communication on this rank since init."""

@@ -81,8 +81,6 @@ class Joining:
     def joined(self, rank: int) -> None:
         """Note that a rank takes part with zeros, and tell it how far the lanes are that wait for it."""
         self.ranks.add(rank)
-        for repetitions in list(self._groups.repetitions.values()):  # a thread that registers gradients may add to it
-            repetitions.forget_all()
         if rank != self._rank:
             for lane in list(self._open_lanes.values()):
                 if rank in lane.group.members and not lane.idle() and lane.sequence:

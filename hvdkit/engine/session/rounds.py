@@ -35,6 +35,7 @@ class Rounds:
         self._submissions = engine.submissions
         self._operations = engine.operations
         self._lanes = engine.lanes
+        self._ordered, self._messages = engine.ordered, engine.messages
         self._joining = engine.joining
         self._watch = engine.watch
         self._batches = batches
@@ -143,6 +144,8 @@ class Rounds:
                 self._joining.follow(message)
             case messages.LaneFailed():
                 self._lanes.lane_failed(message)
+            case messages.MessageOffer():
+                self._messages.offered(sender, message)
             case messages.Abandoned():
                 self._lanes.abandoned(sender, message, self._joining.waiting)
             case messages.Joined(rank):
@@ -252,6 +255,9 @@ class Rounds:
         for operation in self._operations:
             operation.fail(error)
         self._operations.clear()
+        for group in list(self._ordered.values()):
+            group.fail(error)
+        self._messages.fail(error)
         self._lanes.fail(error)
         self._named.fail(error)
         self._joining.fail(error)

@@ -201,6 +201,13 @@ def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     return world, members
 
 
+def end_mpi_with_this_rank() -> None:
+    """Have this rank, if it fails, end the job of MPI, which other libraries use: others would wait in MPI_Finalize."""
+    ENDING.watch(shutdown, _first_gone)
+    ENDING.abort = abort_mpi
+    watch_forks()
+
+
 def _connect(
     comm: Any, world: World, members: list[int] | None, settings: config.Settings, cuda: bool, for_torch: bool
 ) -> tuple[World, Transport]:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
+from hvdkit.engine.ops.batch import Handle
 from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
@@ -37,6 +38,7 @@ class Watch:
         self._joining = engine.joining
         self._submissions = engine.submissions
         self._operations = engine.operations
+        self._ordered, self._messages = engine.ordered, engine.messages
         self._topology, self._liveness = self._mailbox.topology, self._mailbox.liveness
         self.next_look = 0.0
 
@@ -73,6 +75,9 @@ class Watch:
         self._look_for_stalls(now)
         self._look_for_departed(now)
         self._look_for_lost(now)
+        for group in list(self._ordered.values()):
+            group.look(now)
+        self._messages.look(now)
 
     def _report_blocked(self, now: float) -> None:
         # Without the threads of a framework's pool, of which Python knows at most that they ran.
@@ -93,7 +98,7 @@ class Watch:
                 message = Waits(subject.lane_id, sorted(self._awaited_peers()), subject.waiting_for(), subject.name)
             else:
                 key = next((k for k, s in self._submissions.items() if s.handle is subject), None)
-                if key is None:
+                if key is None or not isinstance(subject, Handle):
                     continue  # it runs, and waits for data
                 message = Waits([key.process_set, key.kind, key.name], [], subject.description, subject.label)
             self._negotiation.send_to_coordinator(message)

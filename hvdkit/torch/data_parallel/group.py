@@ -25,19 +25,17 @@ from torch.distributed import distributed_c10d as c10d
 
 from hvdkit.config import Settings
 from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
-from hvdkit.environments.base import World
-from hvdkit.errors import HorovodInternalError, PeerLostError
-from hvdkit.transports.base import SoloTransport, Transport
-from hvdkit.transports.gloo import GlooTransport, open_gloo
-from hvdkit.transports.security.admission import Admission, Authenticator, absent_after, introduction_key, pack_address
-from hvdkit.transports.security.credentials import Credentials, new_nonce
-from hvdkit.transports.security.listening import addresses_for, listen
+from hvdkit.errors import HorovodInternalError
+from hvdkit.torch.distributed.process_group import HvdkitProcessGroup
+from hvdkit.torch.distributed.session import meet
 
 logger = logging.getLogger("hvdkit")
 
 # The time that a job in progress gets at the end of the process to finish, and after that to fail.
 FINISH_SECONDS, FAIL_SECONDS = 0.2, 2.0
-LAUNCHER = "torch.distributed"
+MEETING = (
+    "to use a ddp_hook.\nHINT: all ranks of the model's process group must use one, in the same order if it is several."
+)
 LEAVING = "its process or its ddp_hook has come to its end"
 # Words of the engine's errors, and the hook's words for the same things.
 WORDS = {
@@ -59,47 +57,9 @@ def hooks_text(error: BaseException, ranks: list[int]) -> str:
     return text
 
 
-class GroupTransport(GlooTransport):
-    """Gloo connections between the ranks of ``process_group``, of any backend, which construct it together.
-
-    Ranks are counted in the process group. Raises PeerLostError unless all ranks come within ``timeout``.
-    """
-
-    name = "process_group"
-    beats = False
-
-    def __init__(self, process_group: Any, timeout: timedelta) -> None:
-        ranks = dist.get_process_group_ranks(process_group)
-        me = ranks.index(dist.get_rank())
-        # dist.new_group would need all ranks of the job, or as many groups on each rank of the process group.
-        store: Any = c10d._get_process_group_store(process_group)
-        store = PrefixStore(f"hvdkit/{store.add(f'hvdkit/opened/{me}', 1)}", store)
-        addresses = addresses_for(World(LAUNCHER, me, len(ranks)))
-        listener = listen(addresses[0])
-        try:
-            admission = _admit(store, ranks, me, listener.getsockname()[:2], timeout.total_seconds())
-            gloo_store = PrefixStore("gloo", store)
-            group = open_gloo(gloo_store, me, len(ranks), addresses, timeout.total_seconds())
-        except BaseException:
-            listener.close()
-            raise
-        super().__init__(me, len(ranks), group, gloo_store, listener, admission)
-
-
-def _admit(store: Any, ranks: list[int], me: int, address: tuple[str, int], seconds: float) -> Admission:
-    keys, authenticator = list(map(introduction_key, range(len(ranks)))), Authenticator(ranks[me], None)
-    store.set(keys[me], new_nonce() + pack_address(address))
-    if absent := absent_after(store, keys, seconds):
-        raise PeerLostError(
-            f"rank {ranks[me]} waited {seconds:g} s for ranks {[ranks[index] for index in absent]} to use a ddp_hook.\n"
-            "HINT: all ranks of the model's process group must use one, in the same order if it is several."
-        )
-    introductions = [authenticator.introduction(rank, store.get(key)) for rank, key in zip(ranks, keys, strict=True)]
-    session = Credentials(b"", LAUNCHER, 0).for_session([nonce for nonce, _ in introductions])
-    return Admission(store, session, [address for _, address in introductions])
-
-
 def _timeout_of(process_group: Any) -> timedelta:
+    if isinstance(process_group, HvdkitProcessGroup):
+        return timedelta(seconds=process_group.seconds)
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):
             return process_group._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
@@ -109,14 +69,16 @@ def _timeout_of(process_group: Any) -> timedelta:
 def open_session(process_group: Any, timeout: timedelta | None) -> Session:
     """Open a session in which no ranks share memory; collective. Waiting longer than ``timeout`` is an error.
 
-    By default it is that of the process group's operations.
+    By default it is that of the process group's operations. Raises PeerLostError unless all ranks come in time.
     """
-    timeout = timeout or _timeout_of(process_group)
-    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    transport: Transport = SoloTransport() if size == 1 else GroupTransport(process_group, timeout)
-    seconds = timeout.total_seconds()
+    seconds = (timeout or _timeout_of(process_group)).total_seconds()
+    ranks = dist.get_process_group_ranks(process_group)
+    me = ranks.index(dist.get_rank())
+    # dist.new_group would need all ranks of the job, or as many groups on each rank of the process group.
+    store: Any = c10d._get_process_group_store(process_group)
+    store = PrefixStore(f"hvdkit/{store.add(f'hvdkit/opened/{me}', 1)}", store)
     settings = Settings(timeout_seconds=seconds, stall_shutdown_seconds=seconds, node_memory=False, verify=0)
-    return Session(transport, World(LAUNCHER, rank, size, 0, 1), settings)
+    return meet(store, ranks, me, settings, seconds, MEETING)
 
 
 class Worker:

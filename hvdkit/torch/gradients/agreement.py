@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.checks import check_registered
 from hvdkit.api.gradients.planning import form_groups
@@ -24,6 +27,21 @@ NOTHING_TO_ENCODE = (
     "Compression.{name} encodes nothing here, since all ranks are on one node, and so gradients get no momentum from "
     "it.\n"
     'HINT: pass compress="everywhere" to it, or leave it out and give the optimizer its momentum.'
+)
+
+IN_DDP = (
+    "DistributedOptimizer '{title}' on rank {rank}: its parameter '{name}' belongs to a DistributedDataParallel too, "
+    "which also averages its gradient over the ranks.\n"
+    "HINT: give the optimizer without hvd.DistributedOptimizer to the program that has the model in a "
+    "DistributedDataParallel, or train the bare model. Accelerate and the Trainer of transformers wrap models "
+    "themselves; hvd.ddp_hook(codec) compresses gradients there."
+)
+SHARDED = (
+    "DistributedOptimizer '{title}' on rank {rank}: its parameter '{name}' is a DTensor, of which each rank may have "
+    "another part; fully_shard and parallelize_module reduce gradients themselves.\n"
+    "HINT: use the optimizer without hvd.DistributedOptimizer; where nothing averages over the data dimension of a "
+    "mesh, average the local parts: hvd.grouped_allreduce_([p.grad.to_local() for p in model.parameters()], "
+    "process_set=...)."
 )
 
 NameOf = Callable[[torch.Tensor], str]
@@ -57,6 +75,34 @@ def agree_on_kinds(
                 sparse_dims[key] = sparse_dim
             open_dtypes[key] = torch.promote_types(open_dtypes.get(key, dtype), dtype)
     return Kinds({**dtypes, **open_dtypes}, sparse_dims), not is_complete
+
+
+def check_reduced_once(parameters: Collection[torch.Tensor], name_of: NameOf, title: str, rank: int) -> None:
+    """Raise ValueError if torch.distributed reduces the gradient of a parameter too."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    from torch.distributed.tensor import DTensor
+
+    def check(text: str, members: Collection[int]) -> None:
+        for parameter in parameters:
+            if id(parameter) in members:
+                raise ValueError(text.format(title=title, rank=rank, name=name_of(parameter)))
+
+    check(SHARDED, {id(parameter) for parameter in parameters if isinstance(parameter, DTensor)})
+    if _parameters_in_ddp().intersection(map(id, parameters)):
+        gc.collect()  # a model that is no longer used reduces nothing
+        check(IN_DDP, _parameters_in_ddp())
+
+
+def _parameters_in_ddp() -> set[int]:
+    """Return the ids of parameters whose gradients a DistributedDataParallel reduces. The model knows, they do not."""
+    models: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return {
+        id(parameter)
+        for model in models
+        for name, parameter in model.module.named_parameters()
+        if name not in model.parameters_to_ignore
+    }
 
 
 class Agreement:

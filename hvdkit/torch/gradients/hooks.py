@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -71,6 +71,12 @@ def in_flight(parameter: torch.Tensor) -> bool | None:
     """True if a parameter's gradient was computed and not reduced yet; None if no distributed optimizer has it."""
     owner = _owner_of(parameter)
     return None if owner is None else owner.touched
+
+
+def synchronizers_in_flight(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the owners of hooks, in the order of parameters, that have computed gradients and not reduced them."""
+    owners = {id(hooks): hooks for parameter in parameters if (hooks := _owner_of(parameter)) is not None}
+    return [owner for hooks in owners.values() if hooks.touched and (owner := hooks._owner()) is not None]
 
 
 def is_inside_backward() -> bool:

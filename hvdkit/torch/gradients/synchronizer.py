@@ -19,13 +19,13 @@ from hvdkit.engine.session import runtime
 from hvdkit.errors import ForkedChildError, HorovodInternalError, NotInitializedError
 from hvdkit.torch import phases
 from hvdkit.torch.gradients import compression_state, watch
-from hvdkit.torch.gradients.agreement import Agreement
+from hvdkit.torch.gradients.agreement import Agreement, check_reduced_once
 from hvdkit.torch.gradients.hooks import GradientHooks
-from hvdkit.torch.gradients.layout import arena_sizes, can_be_planned
+from hvdkit.torch.gradients.layout import arena_sizes
 from hvdkit.torch.gradients.names import default_names
 from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.verification import BROADCAST, OptimizerVerification
-from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched, changed_since, raise_if_changed
+from hvdkit.torch.gradients.watch import HALF_SUMMED_MARKS, STEP_FAILED, Watched
 
 INTERRUPTED = (
     "The gradients of this step were being reduced when hvd.shutdown() ended the job; they may be half summed.\n"
@@ -48,7 +48,7 @@ class GradientSynchronizer:
         self.settings = settings
         self.verification = OptimizerVerification(BROADCAST)
         self.should_synchronize = True  # False within skip_synchronize()
-        self.for_scaler = False  # True if a GradScaler had the gradients synchronised
+        self.reduced_on_reading = False  # True if a GradScaler or a clipping function had the gradients synchronised
         self._is_synchronized = False
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
@@ -123,6 +123,7 @@ class GradientSynchronizer:
 
     def _attach(self, trainable: dict[int, torch.Tensor]) -> None:
         """Hook parameters, and have their gradients allocated where the node's other ranks can reach them."""
+        check_reduced_once(trainable.values(), self.name_of, self.settings.title, self._engine.topology.rank)
         self.hooks.attach_all(trainable)
         sizes, arena = arena_sizes(trainable.values()), self._engine.settings.arena
         if sizes and ARENA.open(arena) >= 0:
@@ -138,9 +139,20 @@ class GradientSynchronizer:
         """True if gradients were synchronised, and neither used by step() nor computed anew since."""
         return self._is_synchronized and not self.hooks.touched
 
+    def synchronize_for_reading(self) -> None:
+        """Synchronise gradients in flight that PyTorch is about to read, so that step() does not reduce them again."""
+        if self.should_synchronize and not self.is_synchronized:
+            self.synchronize()
+            self.reduced_on_reading = True
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """True unless a function of PyTorch that reads gradients had them synchronised."""
+        return not (self.reduced_on_reading and self.is_synchronized)
+
     def forget_synchronized(self) -> None:
         """Note that the synchronised gradients were used or cleared."""
-        self._is_synchronized = self.for_scaler = False
+        self._is_synchronized = self.reduced_on_reading = False
 
     def set_passes(self, passes: int) -> None:
         """Expect ``passes`` backward passes a step from now on."""
@@ -179,7 +191,7 @@ class GradientSynchronizer:
             self.verification.finished()
         elif self.settings.process_set.included():
             self._finish_alone()
-        self._is_synchronized, self.for_scaler = True, False
+        self._is_synchronized, self.reduced_on_reading = True, False
 
     def check_cleared(self) -> None:
         """Raise ValueError for a gradient that a failed step left half summed."""
@@ -216,13 +228,7 @@ class GradientSynchronizer:
     def _finish_alone(self) -> None:
         """Complete a step of one rank: gradients changed in flight are an error as on several ranks."""
         if not self.settings.policy.whole_tensors:
-            parameters = {key: parameter for key, (parameter, *_) in self._waiting.items()}
-            watched = {
-                key: gradient
-                for key, (parameter, _, gradient) in self._waiting.items()
-                if gradient and gradient[0].layout is torch.strided and can_be_planned(parameter, gradient[0].dtype)
-            }
-            raise_if_changed([parameters[key] for key in changed_since(watched, parameters)], self.name_of)
+            watch.check_unchanged(self._waiting.values(), self.name_of)
         self.hooks.attach_again(self.trainable())
         self._start_step()
 

@@ -6,12 +6,12 @@ In a step that failed or was abandoned some elements of a gradient may be sums a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdkit.torch.gradients.layout import storage_of
+from hvdkit.torch.gradients.layout import can_be_planned, storage_of
 
 CHANGED_IN_FLIGHT = (
     "The gradients of {names} were changed after loss.backward() but before optimizer.step() or "
@@ -126,3 +126,15 @@ def is_half_summed(gradient: torch.Tensor | None) -> bool:
         return True
     delattr(gradient, _ATTRIBUTE)
     return False
+
+
+def check_unchanged(
+    gradients: Iterable[tuple[torch.Tensor, float, Watched | None]], name_of: Callable[[torch.Tensor], str]
+) -> None:
+    """Raise ValueError for parameters whose dense gradients were changed since they were watched."""
+    parameters, watched = {}, {}
+    for parameter, _, gradient in gradients:
+        parameters[id(parameter)] = parameter
+        if gradient and gradient[0].layout is torch.strided and can_be_planned(parameter, gradient[0].dtype):
+            watched[id(parameter)] = gradient
+    raise_if_changed([parameters[key] for key in changed_since(watched, parameters)], name_of)

@@ -16,7 +16,7 @@ from hvdkit.torch.gradients.compression_state import KEY, check
 from hvdkit.torch.gradients.layout import encodable_shapes
 from hvdkit.torch.gradients.names import parameters_of
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
-from hvdkit.torch.optimizers.step import AdasumSynchronizer, guard_scalers, reduce_and_step
+from hvdkit.torch.optimizers.step import AdasumSynchronizer, guard_clipping, guard_scalers, reduce_and_step
 
 _SETTINGS = "_distributed_settings"  # a key of a pickled optimizer
 
@@ -70,6 +70,7 @@ def _new(base: Any) -> Any:
 def distributed_class(base: Any) -> Any:
     """Return a subclass of ``base`` with its name and no other parent: ``super(cls, it)`` is the plain optimizer."""
     guard_scalers()
+    guard_clipping()
     if not getattr(base.step, "hooked", False):  # what the constructor does; an unpickled object never ran one
         base.step = torch.optim.Optimizer.profile_hook_step(base.step)
         base.step.hooked = True

@@ -16,6 +16,7 @@ from hvdkit.api.gradients.guard import WATCH
 from hvdkit.engine.session import runtime
 from hvdkit.errors import ParametersDifferError
 from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.gradients.hooks import synchronizers_in_flight
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.ops.allreduce import allreduce_async_
 from hvdkit.torch.ops.sync import synchronize
@@ -37,12 +38,6 @@ COMPUTED_IN_STEP = (
     "HINT: pass the computation to it as a closure, optimizer.step(closure): gradients are reduced after each call of "
     "the closure."
 )
-UNSCALED_IN_FLIGHT = (
-    "GradScaler.unscale_() was called after loss.backward() but before optimizer.synchronize(). This is prohibited as "
-    "it can cause a race condition.\n"
-    "HINT: call optimizer.synchronize() before scaler.unscale_(optimizer), and then "
-    "'with optimizer.skip_synchronize(): scaler.step(optimizer)'."
-)
 
 
 def reduce_and_step(
@@ -55,7 +50,7 @@ def reduce_and_step(
     elif callable(kwargs.get("closure")):
         _synchronize_before_closure(gradients)
         kwargs = {**kwargs, "closure": _synchronized_closure(gradients, kwargs["closure"])}
-    elif gradients.should_synchronize and not (gradients.for_scaler and gradients.is_synchronized):
+    elif gradients.should_synchronize and gradients.awaits_reduction:
         if gradients.is_synchronized:
             warnings.warn(STEP_AFTER_SYNCHRONIZE, stacklevel=3)
         gradients.synchronize(updates=True)
@@ -102,13 +97,14 @@ def _synchronized_closure(gradients: GradientSynchronizer, closure: Callable[[],
         if not should_synchronize:
             _check_synchronized(gradients)
             return loss
-        gradients.synchronize()
-        return _reduce_loss(gradients, loss)
+        if gradients.awaits_reduction:
+            gradients.synchronize()
+        return reduce_loss(gradients, loss)
 
     return closure_and_synchronize
 
 
-def _reduce_loss(gradients: GradientSynchronizer, loss: Any) -> Any:
+def reduce_loss(gradients: GradientSynchronizer, loss: Any) -> Any:
     """Return the average (with ``op=Sum`` the sum) of the ranks' losses, computed in float64.
 
     A loss that is no real number is returned as it is. Such a rank takes part with zero, so that no rank waits.
@@ -139,35 +135,50 @@ def _allreduced(gradients: GradientSynchronizer, tensor: torch.Tensor, what: str
 
 @functools.cache
 def guard_scalers() -> None:
-    """Wrap GradScaler's ``step`` and ``unscale_``, which read gradients, for distributed optimizers. Once a process.
-
-    ``step`` synchronises the gradients, unless the user has done so. ``unscale_`` raises AssertionError while they are
-    being reduced: it leaves their version counters as they are, so a later look could not find the change.
-    """
+    """Have GradScaler's ``step`` and ``unscale_`` synchronise gradients of distributed optimizers. Once a process."""
     scaler: Any = torch.amp.GradScaler
     plain_step, plain_unscale = scaler.step, scaler.unscale_
 
     @functools.wraps(plain_step)
     def step(self: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = _read_by(self, optimizer)
-        if (
-            gradients is not None
-            and "closure" not in kwargs
-            and gradients.should_synchronize
-            and not gradients.is_synchronized
-        ):
-            gradients.synchronize()
-            gradients.for_scaler = True  # so that step() does not reduce them again
+        if gradients is not None and "closure" not in kwargs:
+            gradients.synchronize_for_reading()
         return plain_step(self, optimizer, *args, **kwargs)
 
     @functools.wraps(plain_unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
         gradients = _read_by(self, optimizer)
         if gradients is not None and gradients.hooks.touched:
-            raise AssertionError(UNSCALED_IN_FLIGHT)
+            gradients.synchronize_for_reading()
         plain_unscale(self, optimizer)
 
     scaler.step, scaler.unscale_ = step, unscale_
+
+
+@functools.cache
+def guard_clipping() -> None:
+    """Have ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` synchronise gradients in flight. Once a process.
+
+    So the norm is that of the reduced gradient, also in libraries that clip between backward() and step().
+    """
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        clip = _synchronizing_first(getattr(torch.nn.utils, name))
+        setattr(torch.nn.utils, name, clip)
+        setattr(torch.nn.utils.clip_grad, name, clip)
+
+
+def _synchronizing_first(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def synchronize_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return clip(parameters, *args, **kwargs)
+        members = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for gradients in synchronizers_in_flight(members):
+            gradients.synchronize_for_reading()
+        return clip(members, *args, **kwargs)
+
+    return synchronize_and_clip
 
 
 def _read_by(scaler: torch.amp.GradScaler, optimizer: Any) -> GradientSynchronizer | None:

@@ -9,15 +9,15 @@ namespace hvdkit {
 namespace {
 
 struct FrameHeader {
-    std::uint32_t tag;
-    std::uint32_t nbytes;  // of payload in this frame
-    std::uint64_t total;   // of the message
+    std::uint64_t tag;
+    std::uint64_t nbytes : 16;  // of payload in this frame
+    std::uint64_t total : 48;   // of the message
 };
 static_assert(sizeof(FrameHeader) == 16);
 
 constexpr std::size_t kAlign = sizeof(FrameHeader);
 // The receiver can begin to copy a message while the sender still writes the rest.
-constexpr std::size_t kLargestFrame = 32 * 1024;
+constexpr std::size_t kLargestFrame = 32 * 1024;  // and the length of a frame has 16 bits
 
 std::size_t padded(std::size_t nbytes) { return (nbytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -50,7 +50,7 @@ RingHead* MessageRings::head(std::size_t from, std::size_t to, bool control) con
     return reinterpret_cast<RingHead*>(control ? pair + sizeof(RingHead) + data_capacity_ : pair);
 }
 
-std::shared_ptr<Message> MessageRings::send(std::size_t peer, std::uint32_t tag, const std::byte* data,
+std::shared_ptr<Message> MessageRings::send(std::size_t peer, std::uint64_t tag, const std::byte* data,
                                             std::size_t nbytes, std::shared_ptr<void> keep) {
     const std::lock_guard<std::mutex> guard(mutex_);
     auto message = std::make_shared<Message>();
@@ -69,36 +69,63 @@ void MessageRings::send_control(std::size_t peer, std::string payload) {
     if (push(lane)) bells_[peer]->ring();
 }
 
-std::shared_ptr<Message> MessageRings::receive(std::size_t peer, std::uint32_t tag, std::byte* data, std::size_t nbytes,
+std::shared_ptr<Message> MessageRings::receive(std::size_t peer, std::uint64_t tag, std::byte* data, std::size_t nbytes,
                                                std::shared_ptr<void> keep) {
     // Before the lock: where this throws, the owner is given back, which may have to wait for whoever wants the lock.
     auto message = std::make_shared<Message>();
     message->keep = std::move(keep);
     const std::lock_guard<std::mutex> guard(mutex_);
+    if (!receive_early(peer, tag, data, nbytes, message)) {
+        peers_[peer].posted[tag].push_back(Incoming{data, nbytes, message});
+    }
+    return message;
+}
+
+std::shared_ptr<Message> MessageRings::receive_any(const std::vector<std::size_t>& peers, std::uint64_t tag,
+                                                   std::byte* data, std::size_t nbytes, std::shared_ptr<void> keep) {
+    auto message = std::make_shared<Message>();
+    message->keep = std::move(keep);
+    const std::lock_guard<std::mutex> guard(mutex_);
+    for (const std::size_t peer : peers) {
+        if (receive_early(peer, tag, data, nbytes, message)) return message;
+    }
+    for (const std::size_t peer : peers) peers_[peer].posted[tag].push_back(Incoming{data, nbytes, message});
+    return message;
+}
+
+// Takes a message that is here already, or of which a part is.
+bool MessageRings::receive_early(std::size_t peer, std::uint64_t tag, std::byte* data, std::size_t nbytes,
+                                 const std::shared_ptr<Message>& message) {
     Peer& from = peers_[peer];
     const auto early = from.early.find(tag);
     if (early != from.early.end()) {
         const std::string payload = std::move(early->second.front());
         early->second.pop_front();
         if (early->second.empty()) from.early.erase(early);
-        check_length(peer, tag, payload.size(), nbytes);
-        if (nbytes > 0) std::memcpy(data, payload.data(), nbytes);
+        claim(*message, peer, payload.size(), nbytes);
+        if (payload.size() == nbytes && nbytes > 0) std::memcpy(data, payload.data(), nbytes);
         message->done.store(true);
         finished_.push_back(message);
-        return message;
+        return true;
     }
     Arriving& arriving = from.data.arriving;
     if (arriving.active && arriving.tag == tag && arriving.message == nullptr) {
         // Its first part is here already, in memory of ours; go on in the buffer that now waits for it.
-        check_length(peer, tag, arriving.total, nbytes);
-        if (arriving.got > 0) std::memcpy(data, arriving.early.data(), arriving.got);
-        arriving.data = data;
+        claim(*message, peer, arriving.total, nbytes);
         arriving.message = message;
-        arriving.early.clear();
-        return message;
+        if (arriving.total == nbytes) {
+            if (arriving.got > 0) std::memcpy(data, arriving.early.data(), arriving.got);
+            arriving.data = data;
+            arriving.early.clear();
+        }
+        return true;
     }
-    from.posted[tag].push_back(Incoming{data, nbytes, message});
-    return message;
+    return false;
+}
+
+bool MessageRings::withdraw(Message& receive) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    return !std::exchange(receive.claimed, true);
 }
 
 bool MessageRings::progress() {
@@ -135,7 +162,7 @@ bool MessageRings::push(Lane& lane) {
         const std::byte* const payload =
             message.message != nullptr ? message.data : reinterpret_cast<const std::byte*>(message.payload.data());
         std::byte* const frame = bytes_of(lane.out) + place;
-        const FrameHeader header{message.tag, static_cast<std::uint32_t>(part), message.nbytes};
+        const FrameHeader header{message.tag, part, message.nbytes};
         std::memcpy(frame, &header, sizeof(header));
         if (part > 0) std::memcpy(frame + kAlign, payload + message.sent, part);
         lane.out->written.store(written + kAlign + padded(part), std::memory_order_seq_cst);
@@ -183,19 +210,27 @@ bool MessageRings::pull(std::size_t from, Lane& lane, bool control) {
 
 void MessageRings::begin(std::size_t from, Arriving& arriving, bool control) {
     auto& posted = peers_[from].posted;
-    const auto waiting = control ? posted.end() : posted.find(arriving.tag);
+    auto waiting = control ? posted.end() : posted.find(arriving.tag);
+    // Receives from any peer may have got the message of another one.
+    while (waiting != posted.end() && waiting->second.front().message->claimed) {
+        waiting->second.pop_front();
+        if (waiting->second.empty()) {
+            posted.erase(waiting);
+            waiting = posted.end();
+        }
+    }
     if (waiting != posted.end()) {
         const Incoming receive = waiting->second.front();
         waiting->second.pop_front();
         if (waiting->second.empty()) posted.erase(waiting);
-        if (receive.nbytes != arriving.total) {
-            finished_.push_back(receive.message);
-            begin_early(arriving);  // the error is told once, and what comes after this message still comes
-            check_length(from, arriving.tag, arriving.total, receive.nbytes);
+        claim(*receive.message, from, arriving.total, receive.nbytes);
+        if (receive.nbytes == arriving.total) {
+            arriving.data = receive.data;
+            arriving.active = true;
+        } else {
+            begin_early(arriving);  // its bytes go there, and are not used
         }
-        arriving.data = receive.data;
         arriving.message = receive.message;
-        arriving.active = true;
         return;
     }
     begin_early(arriving);
@@ -219,11 +254,10 @@ void MessageRings::end(std::size_t from, Arriving& arriving, bool control) {
     arriving = Arriving{};
 }
 
-void MessageRings::check_length(std::size_t from, std::uint32_t tag, std::size_t came, std::size_t expected) const {
-    if (came == expected) return;
-    throw std::runtime_error("local rank " + std::to_string(from) + " sent " + std::to_string(came) +
-                             " bytes under tag " + std::to_string(tag) + " where " + std::to_string(expected) +
-                             " were expected");
+void MessageRings::claim(Message& receive, std::size_t from, std::size_t came, std::size_t expected) {
+    receive.claimed = true;
+    receive.source.store(static_cast<int>(from));
+    if (came != expected) receive.wrong_bytes.store(static_cast<std::int64_t>(came));
 }
 
 std::vector<std::pair<std::size_t, std::string>> MessageRings::take_control() {

@@ -25,6 +25,9 @@ struct RingHead {
 // A send or a receive. ``keep`` holds the buffer's owner; it is given back by ``MessageRings::take_finished`` only.
 struct Message {
     std::atomic<bool> done{false};
+    std::atomic<int> source{-1};                // of a receive from any of several peers, once a message has come
+    bool claimed = false;                       // a receive that has its message, or wants none any more
+    std::atomic<std::int64_t> wrong_bytes{-1};  // of a message that has another length than its receive
     std::shared_ptr<void> keep;
 };
 
@@ -37,13 +40,18 @@ class MessageRings {
                  std::size_t control_capacity, std::vector<Bell*> bells);
 
     // Messages match by (peer, tag) in the order in which they were posted.
-    std::shared_ptr<Message> send(std::size_t peer, std::uint32_t tag, const std::byte* data, std::size_t nbytes,
+    std::shared_ptr<Message> send(std::size_t peer, std::uint64_t tag, const std::byte* data, std::size_t nbytes,
                                   std::shared_ptr<void> keep);
-    std::shared_ptr<Message> receive(std::size_t peer, std::uint32_t tag, std::byte* data, std::size_t nbytes,
+    std::shared_ptr<Message> receive(std::size_t peer, std::uint64_t tag, std::byte* data, std::size_t nbytes,
                                      std::shared_ptr<void> keep);
+    // From the first of ``peers`` whose message under this tag comes.
+    std::shared_ptr<Message> receive_any(const std::vector<std::size_t>& peers, std::uint64_t tag, std::byte* data,
+                                         std::size_t nbytes, std::shared_ptr<void> keep);
+    // Takes a receive back for which no message has come. False if one has.
+    bool withdraw(Message& receive);
     void send_control(std::size_t peer, std::string payload);
 
-    // Moves all that can be moved now. True if anything was. Throws std::runtime_error on a message of a wrong length.
+    // Moves all that can be moved now. True if anything was.
     bool progress();
 
     std::vector<std::pair<std::size_t, std::string>> take_control();
@@ -52,7 +60,7 @@ class MessageRings {
 
  private:
     struct Outgoing {
-        std::uint32_t tag;
+        std::uint64_t tag;
         const std::byte* data;
         std::size_t nbytes;
         std::size_t sent;
@@ -68,7 +76,7 @@ class MessageRings {
     // What is coming in on one ring: a message of which ``got`` bytes are here.
     struct Arriving {
         bool active = false;
-        std::uint32_t tag = 0;
+        std::uint64_t tag = 0;
         std::size_t total = 0;
         std::size_t got = 0;
         std::byte* data = nullptr;  // the buffer of a receive that was posted, else ``early``
@@ -85,17 +93,19 @@ class MessageRings {
     struct Peer {
         Lane data;
         Lane control;
-        std::map<std::uint32_t, std::deque<Incoming>> posted;
-        std::map<std::uint32_t, std::deque<std::string>> early;  // came before they were asked for
+        std::map<std::uint64_t, std::deque<Incoming>> posted;
+        std::map<std::uint64_t, std::deque<std::string>> early;  // came before they were asked for
     };
 
+    bool receive_early(std::size_t peer, std::uint64_t tag, std::byte* data, std::size_t nbytes,
+                       const std::shared_ptr<Message>& message);
     RingHead* head(std::size_t from, std::size_t to, bool control) const;
     bool push(Lane& lane);
     bool pull(std::size_t from, Lane& lane, bool control);
     void begin(std::size_t from, Arriving& arriving, bool control);
     static void begin_early(Arriving& arriving);
+    static void claim(Message& receive, std::size_t from, std::size_t came, std::size_t expected);
     void end(std::size_t from, Arriving& arriving, bool control);
-    void check_length(std::size_t from, std::uint32_t tag, std::size_t came, std::size_t expected) const;
 
     std::byte* base_;
     std::size_t ranks_;

@@ -10,11 +10,11 @@
 
 #include "../../arena/csrc/arena.h"
 #include "../../kernels/csrc/arguments.h"
+#include "handles.h"
 #include "heartbeat.h"
 #include "in_place.h"
 #include "last_resort.h"
 #include "message_rings.h"
-#include "repeated.h"
 #include "staged.h"
 #include "window.h"
 
@@ -24,13 +24,6 @@ namespace hvdkit {
 namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-std::byte* within(Window& window, std::size_t offset, std::size_t nbytes) {
-    if (offset % kLine != 0 || offset > window.nbytes() || nbytes > window.nbytes() - offset) {
-        throw py::value_error("expected a place on a cache line inside the window");
-    }
-    return window.data() + offset;
-}
 
 // Counters of which each is written by one rank.
 class Cells {
@@ -48,25 +41,6 @@ class Cells {
     Counter* cells_;
     std::size_t count_;
 };
-
-// A bell in a window, or one in memory of this process alone.
-class BellHandle {
- public:
-    BellHandle() : own_(std::make_unique<Bell>()), bell_(own_.get()) {}
-    BellHandle(Window& window, std::size_t offset)
-        : bell_(reinterpret_cast<Bell*>(within(window, offset, sizeof(Bell)))) {}
-    Bell* get() const { return bell_; }
-
- private:
-    std::unique_ptr<Bell> own_;
-    Bell* bell_;
-};
-
-std::vector<Bell*> bells_of(const std::vector<BellHandle*>& handles) {
-    std::vector<Bell*> bells;
-    for (const BellHandle* handle : handles) bells.push_back(handle->get());
-    return bells;
-}
 
 std::unique_ptr<Heartbeat> make_heartbeat(Window* window, std::size_t offset, std::size_t ranks, std::size_t me,
                                           std::vector<Heartbeat::Connection> connections, double seconds) {
@@ -117,53 +91,40 @@ py::list take_control(MessageRings& rings) {
 
 Staged make_staged(Area& area, int mode, py::handle array, py::handle op, py::handle scale,
                    std::vector<std::pair<std::size_t, std::size_t>> shares, py::handle source,
-                   std::vector<bool> past_cache, bool measure) {
+                   std::vector<bool> past_cache, bool measure, py::handle out) {
     constexpr const char* function = "Staged";
     const Array data = array_argument(function, "array", array, Access::write);
     const Scale at_last = scale_argument(function, "scale", scale, data.dtype);
     const Array from = source.is_none() ? data : array_argument(function, "source", source, Access::read);
     if (from.dtype != data.dtype) throw py::type_error("Staged: source: expected the dtype of array");
     check_pair(function, data, from);
-    if (mode < 0 || mode > 3) throw py::value_error("Staged: mode: expected 0 to 3");
+    if (mode < 0 || mode > 4) throw py::value_error("Staged: mode: expected 0 to 4");
     if (shares.size() != area.ranks()) throw py::value_error("Staged: shares: expected one for each rank");
     for (const auto& [begin, end] : shares) {
         if (begin > end || end > data.count) throw py::value_error("Staged: shares: expected runs of the array");
     }
+    if (mode == static_cast<int>(Mode::exchange)) {
+        for (const auto& [begin, end] : shares) {
+            if (end - begin != shares[0].second - shares[0].first) {
+                throw py::value_error("Staged: shares: expected equal ones for an exchange");
+            }
+        }
+        if (from.data == data.data && data.count > 0) throw py::value_error("Staged: source: expected other memory");
+    }
     if (!past_cache.empty() && past_cache.size() != area.ranks()) {
         throw py::value_error("Staged: past_cache: expected one for each rank, or none");
     }
-    return Staged(area, static_cast<Mode>(mode), data.dtype, op_argument(function, op), at_last, data.data, data.count,
-                  std::move(shares), from.data, std::move(past_cache), measure);
-}
-
-// For so long, who waits for ranks that come at the same moment keeps Python's lock.
-constexpr double kMomentSeconds = 20e-6;
-
-bool reduce_repeated(Repeated& repeated, std::size_t place, std::uint64_t turn, py::handle array, py::handle op,
-                     py::handle scale, py::handle source, double seconds) {
-    constexpr const char* function = "Repeated.allreduce";
-    const Array target = array_argument(function, "array", array, Access::write);
-    const Scale at_last = scale_argument(function, "scale", scale, target.dtype);
-    const Array from = source.is_none() ? target : array_argument(function, "source", source, Access::read);
-    if (from.dtype != target.dtype) throw py::type_error("Repeated.allreduce: source: expected the dtype of array");
-    check_pair(function, target, from);
-    const std::size_t nbytes = target.count * size_of(target.dtype);
-    if (place >= repeated.places()) throw py::index_error("Repeated.allreduce: no such place");
-    if (nbytes > repeated.most_bytes()) throw py::value_error("Repeated.allreduce: the array is too large");
-    const Op reduction = op_argument(function, op);
-    if (!repeated.arrive(place, turn, from.data, nbytes, kMomentSeconds)) return false;
-    auto state = repeated.wait(place, turn, kMomentSeconds);
-    if (state == Repeated::State::open) {
-        const py::gil_scoped_release unlocked;
-        state = repeated.wait(place, turn, seconds);
-        if (state == Repeated::State::open) {
-            repeated.withdraw(place, turn);
-            state = repeated.wait(place, turn, seconds);  // the last one may have come at this moment
+    std::byte* own = nullptr;
+    if (!out.is_none()) {
+        const Array part = array_argument(function, "out", out, Access::write);
+        const auto [begin, end] = shares[area.me()];
+        if (part.dtype != data.dtype || part.count != end - begin) {
+            throw py::value_error("Staged: out: expected an array of this rank's share");
         }
+        own = part.data;
     }
-    if (state != Repeated::State::complete) return false;
-    repeated.reduce(place, turn, target.dtype, reduction, at_last, target.data, target.count);
-    return true;
+    return Staged(area, static_cast<Mode>(mode), data.dtype, op_argument(function, op), at_last, data.data, data.count,
+                  std::move(shares), from.data, std::move(past_cache), measure, own);
 }
 
 // What each rank has: its region of the window; its arena, which for this rank is the process's own.
@@ -268,9 +229,19 @@ void bind_shared_memory(py::module_& module) {
                 bell.get()->sleep(seen, seconds, spin);
             },
             py::arg("seen"), py::arg("seconds"), py::arg("spin_seconds") = 0.0, Unlocked());
-    py::class_<Message, std::shared_ptr<Message>>(module, "Message", py::dynamic_attr()).def("done", [](Message& one) {
-        return one.done.load();
-    });
+    py::class_<Message, std::shared_ptr<Message>>(module, "Message", py::dynamic_attr())
+        .def("done",
+             [](const Message& message) {
+                 if (!message.done.load()) return false;
+                 if (message.wrong_bytes.load() >= 0) {
+                     throw std::runtime_error("local rank " + std::to_string(message.source.load()) + " sent " +
+                                              std::to_string(message.wrong_bytes.load()) +
+                                              " bytes where another number was expected");
+                 }
+                 return true;
+             })
+        .def("wrong_bytes", [](const Message& message) { return message.wrong_bytes.load(); })
+        .def("source", [](const Message& message) { return message.source.load(); });
     py::class_<MessageRings>(module, "MessageRings")
         .def_static("bytes_needed", &MessageRings::bytes_needed)
         .def(py::init([](Window& window, std::size_t offset, std::size_t ranks, std::size_t me, std::size_t data,
@@ -280,7 +251,7 @@ void bind_shared_memory(py::module_& module) {
              }),
              py::keep_alive<1, 2>(), py::keep_alive<1, 8>())
         .def("send",
-             [](MessageRings& rings, std::size_t peer, std::uint32_t tag, py::buffer buffer) {
+             [](MessageRings& rings, std::size_t peer, std::uint64_t tag, py::buffer buffer) {
                  return post_message(
                      [&](std::byte* data, std::size_t nbytes, std::shared_ptr<void> owner) {
                          return rings.send(peer, tag, data, nbytes, std::move(owner));
@@ -288,12 +259,25 @@ void bind_shared_memory(py::module_& module) {
                      std::move(buffer), false);
              })
         .def("receive",
-             [](MessageRings& rings, std::size_t peer, std::uint32_t tag, py::buffer buffer) {
+             [](MessageRings& rings, std::size_t peer, std::uint64_t tag, py::buffer buffer) {
                  return post_message(
                      [&](std::byte* data, std::size_t nbytes, std::shared_ptr<void> owner) {
                          return rings.receive(peer, tag, data, nbytes, std::move(owner));
                      },
                      std::move(buffer), true);
+             })
+        .def("receive_any",
+             [](MessageRings& rings, const std::vector<std::size_t>& peers, std::uint64_t tag, py::buffer buffer) {
+                 return post_message(
+                     [&](std::byte* data, std::size_t nbytes, std::shared_ptr<void> owner) {
+                         return rings.receive_any(peers, tag, data, nbytes, std::move(owner));
+                     },
+                     std::move(buffer), true);
+             })
+        .def("withdraw",
+             [](MessageRings& rings, Message& receive) {
+                 const py::gil_scoped_release unlocked;
+                 return rings.withdraw(receive);
              })
         .def("send_control", &MessageRings::send_control, Unlocked())
         .def("progress", &progress)
@@ -312,26 +296,11 @@ void bind_shared_memory(py::module_& module) {
     py::class_<Staged>(module, "Staged")
         .def(py::init(&make_staged), py::arg("area"), py::arg("mode"), py::arg("array"), py::arg("op"),
              py::arg("scale"), py::arg("shares"), py::arg("source") = py::none(),
-             py::arg("past_cache") = std::vector<bool>(), py::arg("measure") = false, py::keep_alive<1, 2>(),
-             py::keep_alive<1, 4>(), py::keep_alive<1, 8>())
+             py::arg("past_cache") = std::vector<bool>(), py::arg("measure") = false, py::arg("out") = py::none(),
+             py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 8>(), py::keep_alive<1, 11>())
+        .def("stage", &Staged::stage, Unlocked())
         .def("advance", &Staged::advance, py::arg("spin_seconds"), Unlocked())
         .def("awaited", &Staged::awaited);
-    py::class_<Repeated>(module, "Repeated")
-        .def_static("bytes_needed", &Repeated::bytes_needed)
-        .def(py::init([](Window& window, std::size_t offset, std::size_t ranks, std::size_t me, std::size_t places,
-                         std::size_t most_bytes) {
-                 std::byte* const base = within(window, offset, Repeated::bytes_needed(ranks, places, most_bytes));
-                 return std::make_unique<Repeated>(base, ranks, me, places, most_bytes);
-             }),
-             py::keep_alive<1, 2>())
-        .def("allreduce", &reduce_repeated, py::arg("place"), py::arg("turn"), py::arg("array"), py::arg("op"),
-             py::arg("scale"), py::arg("source"), py::arg("seconds"))
-        .def("withdraw",
-             [](Repeated& repeated, std::size_t place, std::uint64_t turn) {
-                 if (place >= repeated.places()) throw py::index_error("Repeated.withdraw: no such place");
-                 repeated.withdraw(place, turn);
-             })
-        .def("leave", &Repeated::leave);
     py::class_<InPlace>(module, "InPlace")
         .def_static("table_bytes", &InPlace::table_bytes, py::arg("ranks"), py::arg("slots"))
         .def(py::init(&make_in_place), py::arg("window"), py::arg("table_offset"), py::arg("me"), py::arg("slots"),
@@ -372,6 +341,7 @@ void bind_shared_memory(py::module_& module) {
                  return heartbeat.count(rank);
              })
         .def("stop", &Heartbeat::stop, Unlocked());
+    bind_turns(module);
 }
 
 }  // namespace hvdkit

@@ -6,5 +6,6 @@
 namespace hvdkit {
 
 void bind_shared_memory(pybind11::module_& module);
+void bind_turns(pybind11::module_& module);
 
 }  // namespace hvdkit

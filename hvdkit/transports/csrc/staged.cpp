@@ -94,7 +94,7 @@ bool Area::left_by_others() const {
 
 Staged::Staged(Area& area, Mode mode, DType dtype, Op op, Scale scale, std::byte* data, std::size_t count,
                std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source,
-               std::vector<bool> past_cache, bool measure)
+               std::vector<bool> past_cache, bool measure, std::byte* own)
     : area_(area),
       mode_(mode),
       dtype_(dtype),
@@ -102,8 +102,9 @@ Staged::Staged(Area& area, Mode mode, DType dtype, Op op, Scale scale, std::byte
       scale_(scale),
       data_(data),
       source_(source != nullptr ? source : data),
+      own_(own),
       count_(count),
-      streams_(source_ != data && count * size_of(dtype) >= kStreamBytes),
+      streams_((own != nullptr || source_ != data) && count * size_of(dtype) >= kStreamBytes),
       shares_(std::move(shares)),
       past_cache_(std::move(past_cache)),
       measure_(measure),
@@ -119,6 +120,7 @@ Staged::Staged(Area& area, Mode mode, DType dtype, Op op, Scale scale, std::byte
         chunks_ = (longest * item_ + piece_bytes_ - 1) / piece_bytes_;
     }
     area_.chunks += chunks_;
+    if (own_ == nullptr && !shares_.empty()) own_ = data + shares_[area.me()].first * item_;
     past_cache_.resize(area.ranks());
     all_past_cache_ = 2 * std::count(past_cache_.begin(), past_cache_.end(), true) > std::ptrdiff_t(area.ranks() - 1);
     if (all_past_cache_ && mode == Mode::allreduce && streams_) scratch_.resize(piece_bytes_);
@@ -161,6 +163,8 @@ bool Staged::try_reduce() {
     measure_once();
     if (mode_ == Mode::whole) {
         reduce_whole(reduced_);
+    } else if (mode_ == Mode::exchange) {
+        take_shares(reduced_);
     } else {
         reduce_share(reduced_);
     }
@@ -198,7 +202,7 @@ void Staged::reduce_share(std::uint64_t chunk) {
     const std::size_t me = area_.me();
     const auto [begin, length] = piece(me, chunk);
     if (length == 0) return;
-    std::byte* const own = data_ + begin * item_;
+    std::byte* const own = own_ + (begin - shares_[me].first) * item_;
     std::byte* const shared = area_.slot(me, base_ + chunk) + me * piece_bytes_;
     Reduction reduction{dtype_, dtype_, op_, scale_, length, {}, {}};
     // Where the result is put first, and where it is copied to from there: past the cache only copies go.
@@ -223,6 +227,17 @@ void Staged::reduce_whole(std::uint64_t chunk) {
         reduction.sources.push_back(rank == area_.me() ? source_ : area_.slot(rank, base_ + chunk));
     }
     reduce(reduction);
+}
+
+void Staged::take_shares(std::uint64_t chunk) {
+    const std::size_t me = area_.me();
+    const auto [first, length] = piece(me, chunk);
+    const std::size_t offset = first - shares_[me].first;
+    for (std::size_t rank = 0; rank < area_.ranks(); ++rank) {
+        const std::byte* const from =
+            rank == me ? source_ + first * item_ : area_.slot(rank, base_ + chunk) + me * piece_bytes_;
+        copy(data_ + (shares_[rank].first + offset) * item_, from, length * item_, streams_);
+    }
 }
 
 void Staged::gather_shares(std::uint64_t chunk) {

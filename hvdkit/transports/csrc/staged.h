@@ -65,18 +65,24 @@ enum class Mode {
     reduce_scatter = 1,  // only the first half of that
     allgather = 2,       // only the second half
     whole = 3,           // everyone reduces everything: one exchange instead of two, for what fits into a slot
+    exchange = 4,        // every rank's share of each rank's source goes to that rank, into the share of its sender
 };
 
 // One operation in place on this rank's ``data``, or out of ``source`` into it. All ranks of the area run the same
 // operations in the same order, one at a time. ``shares``: for each rank the elements (begin, end) that are its own;
 // other elements than these are left alone. Sums run in rank order. ``past_cache``: for each rank, whether what it
 // reads is written past the cache, into memory; empty if nothing is. ``measure``: read a trail on the way, on all
-// ranks.
+// ranks. ``own``: where this rank's share goes in a reduce_scatter, if not to its place in ``data``.
 class Staged {
  public:
     Staged(Area& area, Mode mode, DType dtype, Op op, Scale scale, std::byte* data, std::size_t count,
            std::vector<std::pair<std::size_t, std::size_t>> shares, const std::byte* source = nullptr,
-           std::vector<bool> past_cache = {}, bool measure = false);
+           std::vector<bool> past_cache = {}, bool measure = false, std::byte* own = nullptr);
+
+    // Puts the first chunk into this rank's slot, if that is free, and reads nothing of other ranks.
+    void stage() {
+        if (staged_ == 0) try_stage();
+    }
 
     // Goes on as far as the others are; gives up after ``spin_seconds`` without progress. True when all is done.
     bool advance(double spin_seconds);
@@ -91,6 +97,7 @@ class Staged {
     void stage_into_slot(std::uint64_t chunk);
     void reduce_share(std::uint64_t chunk);
     void reduce_whole(std::uint64_t chunk);
+    void take_shares(std::uint64_t chunk);
     void gather_shares(std::uint64_t chunk);
     void measure_once();
     bool others_reached(std::size_t which, std::uint64_t number) const;
@@ -105,6 +112,7 @@ class Staged {
     Scale scale_;
     std::byte* data_;
     const std::byte* source_;
+    std::byte* own_;  // this rank's share
     std::size_t count_;
     bool streams_;  // the result goes past the cache: in place its lines were just read, so there it would cost
     std::vector<std::pair<std::size_t, std::size_t>> shares_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Any
 
 from hvdkit.kernels._native import Bell, MessageRings, Window
 from hvdkit.transports.base import CACHE_LINE, Bytes, Layer, Transfer, Transport
@@ -71,6 +72,16 @@ class NodeTransport(Layer):
         message: Transfer = self._messages.receive(index, tag, buffer)
         message.peer = peer
         return message
+
+    def receive_any(self, buffer: Bytes, peers: Sequence[int], tag: int) -> Transfer:
+        """Receive from the first of the ranks ``peers`` of this node whose message under this tag comes."""
+        message: Transfer = self._messages.receive_any([self._index_of[peer] for peer in peers], tag, buffer)
+        message.peer = -1
+        return message
+
+    def withdraw(self, receive: Any) -> bool:
+        """Take back a receive of this node for which no message has come. Returns False if one has."""
+        return bool(self._messages.withdraw(receive))
 
     def send_control(self, peer: int, payload: bytes) -> None:
         index = self._index_of.get(peer)

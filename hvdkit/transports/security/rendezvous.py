@@ -57,7 +57,7 @@ def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[A
         return PrefixStore(prefix, _get_default_store()), secret
     rendezvous = world.rendezvous
     if rendezvous is None and world.mpi:
-        rendezvous, made = _rendezvous_by_mpi(world, generation, timeout_seconds)
+        rendezvous, made = rendezvous_by_mpi(world, generation, timeout_seconds)
         secret = secret or made
     elif rendezvous is not None and rendezvous.kind == "http":
         credentials = None if secret is None else Credentials(secret, world.job, generation)
@@ -132,12 +132,15 @@ def _unreached(
     )
 
 
-def _rendezvous_by_mpi(world: World, generation: int, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
-    """Meet under mpirun with HVDKIT_TRANSPORT=torch: rank 0 sends an address and a secret to the others by MPI."""
+def rendezvous_by_mpi(world: World, meeting: object, timeout_seconds: float) -> tuple[Rendezvous, bytes]:
+    """Meet under mpirun without MPI's transport: rank 0 sends an address and a secret to the others by MPI.
+
+    ``meeting``: what tells it from earlier and later meetings, the same on all ranks.
+    """
     MPI = start_mpi(world, timeout_seconds)  # noqa: N806 (mpi4py's name)
     served, message = None, bytearray(ADDRESS_BYTES)
     # Tells this start from messages that an earlier start of these ranks, or of others, left behind.
-    label = hashlib.sha256(repr((list(world.launched), generation)).encode()).hexdigest().encode() + b" "
+    label = hashlib.sha256(repr((list(world.launched), meeting)).encode()).hexdigest().encode() + b" "
     if world.rank == 0:
         try:
             served = _listening_rendezvous(addresses_for(world)[0])

@@ -1,4 +1,4 @@
-"""Small allreduces under the same name again and again: what the ranks of a node reduce without asking anybody."""
+"""Small allreduces that the ranks of a node call in the same order: reduced without the coordinator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 import torch
 
 from hvdkit import kernels
-from hvdkit.engine.ranks.repetitions import REGIONS
+from hvdkit.engine.ranks import turns
+from hvdkit.engine.ranks.turns import SKIPPED_TURNS, VAIN_TURNS
 from hvdkit.engine.session import runtime
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip
@@ -22,9 +23,15 @@ pytestmark = on_ranks(2, 3, 4, HOROVOD_DYNAMIC_PROCESS_SETS="1")
 TIMES = 50
 
 
-def repetitions():
-    """Those of all ranks; None where these cannot reduce anything themselves."""
-    return runtime.engine().groups.repetitions.get(0)
+def small_reductions():
+    """Return the small reductions of all ranks; None where they cannot reduce anything themselves."""
+    return runtime.engine().groups.small_reductions.get(0)
+
+
+def needs_turns():
+    if kernels.backend() != "native":
+        raise Skip("needs the native kernels")
+    assert small_reductions() is not None
 
 
 def numbers(rank, step, elements=33):
@@ -38,18 +45,21 @@ def expected(hvd, step, average=False):
     return total / hvd.size() if average else total
 
 
-def test_ranks_that_each_have_a_core_know_what_comes_again(hvd):
+def test_calls_in_the_same_order_go_without_the_coordinator_if_ranks_have_a_core_each(hvd):
     hvd.shutdown()
     os.sched_getaffinity = lambda process: set(range(64))  # for all cases: a machine may have fewer than ranks
     hvd.init()
-    for _ in range(2):
+    hvd.allreduce(torch.ones(3), name="first")  # makes the ranks' memory
+    if kernels.backend() != "native":
+        assert small_reductions() is None
+        raise Skip("needs the native kernels")
+    needs_turns()
+    patience, turns.PATIENCE_SECONDS = turns.PATIENCE_SECONDS, 10.0  # on a busy machine ranks come late
+    for _ in range(TIMES):
         hvd.allreduce(torch.ones(3), name="again")
         hvd.allreduce(torch.ones(3))
-    if kernels.backend() != "native":
-        assert repetitions() is None
-        raise Skip("needs the native kernels")
-    assert repetitions().knows("again")
-    assert repetitions().knows(None)
+    assert small_reductions().reduced == 2 * TIMES
+    turns.PATIENCE_SECONDS = patience
     hvd.barrier()
 
 
@@ -109,59 +119,73 @@ def test_calls_without_a_name_in_another_order_are_an_error(hvd):
         assert equal(hvd.allreduce(numbers(hvd.rank(), step), op=hvd.Sum), expected(hvd, step))
 
 
-def test_what_failed_once_comes_again_later(hvd):
-    if repetitions() is None:
-        raise Skip("needs the native kernels")
+def test_what_failed_once_is_reduced_later(hvd):
     for name in ("failing", None):
         for _ in range(3):
             hvd.allreduce(torch.ones(4), name=name)
         with told(hvd.HorovodInternalError, "Mismatched shapes"):
             hvd.allreduce(torch.ones(3 + (hvd.rank() == 0)), name=name)
-        for _ in range(3):
-            hvd.allreduce(torch.ones(4), name=name)
-        assert repetitions().knows(name)
-    # A call that was an error on one rank is none that the others would count.
-    for _ in range(3):
-        hvd.allreduce(torch.ones(4), name="twice")
+        for step in range(3):
+            assert equal(hvd.allreduce(numbers(hvd.rank(), step), name=name, op=hvd.Sum), expected(hvd, step))
+
+
+def test_ranks_that_made_different_numbers_of_calls_meet_again(hvd):
+    needs_turns()
     hvd.barrier()
     if hvd.rank() == 0:
         handle = hvd.allreduce_async(torch.ones(4), name="twice")
-        with told(ValueError, "twice", "currently being processed"):
-            hvd.allreduce_async(torch.ones(4), name="twice")
+        for _ in range(3):  # each takes a turn on this rank alone
+            with told(ValueError, "twice", "currently being processed"):
+                hvd.allreduce_async(torch.ones(4), name="twice")
         hvd.barrier()
     else:
         hvd.barrier()
         handle = hvd.allreduce_async(torch.ones(4), name="twice")
     hvd.synchronize(handle)
-    (done,) = [each.done for content, each in repetitions()._repetitions.items() if content.name == "twice"]
-    assert set(hvd.allgather(torch.tensor([done])).tolist()) == {done}
+    for step in range(4):
+        assert equal(hvd.allreduce(numbers(hvd.rank(), step), name="after", op=hvd.Sum), expected(hvd, step))
+    assert len(set(hvd.allgather_object(small_reductions().turn))) == 1
 
 
-def test_more_of_them_than_there_are_regions_never_cross(hvd):
-    if repetitions() is None:
-        raise Skip("needs the native kernels")
+def test_ranks_that_wait_in_vain_stop_waiting_for_a_while(hvd):
+    needs_turns()
+    rounds = VAIN_TURNS + 2 * SKIPPED_TURNS
+    names = ["a", "b"] if hvd.rank() == 0 else ["b", "a"]
+    for step in range(rounds):
+        # In another order on one rank: two threads, since each waits for its result.
+        results = {}
+
+        def reduce(name, results=results, step=step):
+            results[name] = hvd.allreduce(numbers(hvd.rank(), step), name=name, op=hvd.Sum)
+
+        for outcome in [in_thread(reduce, name) for name in names]:
+            outcome.result(60)
+        assert all(equal(results[name], expected(hvd, step)) for name in names)
+    hvd.barrier()
+    before, patience, turns.PATIENCE_SECONDS = small_reductions().reduced, turns.PATIENCE_SECONDS, 10.0
+    for step in range(4 * SKIPPED_TURNS):
+        assert equal(hvd.allreduce(numbers(hvd.rank(), step), name="in order", op=hvd.Sum), expected(hvd, step))
+    assert small_reductions().reduced > before
+    turns.PATIENCE_SECONDS = patience
+
+
+def test_calls_of_two_threads_never_cross(hvd):
+    needs_turns()
     sent, steps, rank = hvd.communication_stats().bytes_sent, 300, hvd.rank()
-    for name in ("old", *(f"between.{number}" for number in range(REGIONS - 1)), "new"):
-        for _ in range(2):
-            hvd.allreduce(torch.ones(500), name=name)
-    assert not repetitions().knows("old"), "the new one has its region"
-    assert len(repetitions()._repetitions) <= REGIONS
     wrong = []
 
     def repeat(name, base):
+        both.wait()
         for step in range(steps):
-            if step == 1:
-                both.wait()
             got = hvd.allreduce(torch.full((500,), float(base + rank)), name=name, op=hvd.Sum)
-            if not equal(got, torch.full((500,), float(sum(base + one for one in range(hvd.size()))))):
+            if not equal(got, torch.full((500,), float(sum(base + each for each in range(hvd.size()))))):
                 wrong.append((name, step))
 
     both = threading.Barrier(2, timeout=60)
     for outcome in [in_thread(repeat, "old", 1000), in_thread(repeat, "new", 1)]:
         outcome.result(120)
     assert not wrong
-    calls = 2 * (REGIONS + 1) + 2 * steps
-    assert hvd.communication_stats().bytes_sent - sent >= calls * 2000, "what ranks reduce alone counts too"
+    assert hvd.communication_stats().bytes_sent - sent >= 2 * steps * 2000, "what ranks reduce alone counts too"
 
 
 def test_process_sets_have_their_own(hvd):

@@ -1,0 +1,61 @@
+"""The end of an operation in flight, for which threads wait and which may call back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from hvdkit.errors import HorovodInternalError, StallError
+
+if TYPE_CHECKING:
+    from hvdkit.engine.loop.waiting import WaitingThreads
+
+
+class Completion:
+    """An operation until it is done. Callbacks run on the thread that ends it, without a caller that waits."""
+
+    def __init__(self, waiting: WaitingThreads) -> None:
+        self._waiting = waiting
+        self._lock = Lock()
+        self._callbacks: list[Callable[[Any], None]] = []
+        self.is_over = False
+        self.error: HorovodInternalError | None = None
+        self.since = monotonic()
+
+    def done(self) -> bool:
+        """True when ``wait`` returns at once."""
+        return self.is_over
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the operation is done. Raises its error, or StallError after ``seconds``."""
+        if not self.is_over:
+            until = None if seconds is None else monotonic() + seconds
+            self._waiting.wait(self, lambda: self.is_over or (until is not None and monotonic() > until))
+            if not self.is_over:
+                raise StallError(self.stalled(seconds or 0.0))
+        if self.error is not None:
+            raise self.error
+
+    def stalled(self, seconds: float) -> str:
+        """Return why the operation is not done after ``seconds``, for an error."""
+        raise NotImplementedError
+
+    def call_when_done(self, callback: Callable[[Any], None]) -> None:
+        """Collective ``callback`` once the operation is done, at once if it is."""
+        with self._lock:
+            if not self.is_over:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def end(self, error: HorovodInternalError | None) -> None:
+        """Note that the operation is done, or has failed. Only the first call has an effect."""
+        with self._lock:
+            if self.is_over:
+                return
+            self.error, self.is_over = error, True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)

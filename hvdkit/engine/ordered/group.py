@@ -1,0 +1,185 @@
+"""A group of ranks whose collective calls match by their order: each has a number, and runs after those before it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from hvdkit.engine.loop.completion import Completion
+from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.ordered.calls import Collective
+from hvdkit.engine.ordered.ways import BUSY, Ways
+from hvdkit.engine.ranks.turns import COMPLETE
+from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, StallError
+
+if TYPE_CHECKING:
+    from hvdkit.collectives.group import Group
+    from hvdkit.engine.loop.driver import Driver
+    from hvdkit.engine.loop.waiting import WaitingThreads
+    from hvdkit.engine.session.core import Engine
+
+# A rank that calls an operation and waits for it spins for the other ranks so long, before it sleeps. Waking up takes
+# most of a millisecond, in which the other ranks' next operation misses this rank, and so on. Therefore the operation
+# after one that ended soon after all spins longer, once: then the ranks are in step again.
+PATIENCE_SECONDS, NEXT_PATIENCE_SECONDS = 200e-6, 2e-3
+
+
+class OrderedOperation(Completion):
+    """A call in its place in the order of a group. ``has_arrived``: its part is published already."""
+
+    def __init__(self, group: OrderedGroup, call: Collective, number: int, has_arrived: bool) -> None:
+        super().__init__(group.waiting)
+        self.group, self.call, self.number, self.has_arrived = group, call, number, has_arrived
+
+    def __str__(self) -> str:
+        return f"operation {self.number} of group '{self.group.name}', {self.call.description}"
+
+    def stalled(self, seconds: float) -> str:
+        return self.group.stalled(self, seconds)
+
+
+class OrderedGroup:
+    """The calls of one group, in order. Only the ranks ``members`` make it, together."""
+
+    def __init__(
+        self, engine: Engine, group: Group, ways: Ways, number: int, name: str, seconds: float, spins: bool
+    ) -> None:
+        self._engine, self._ways = engine, ways
+        self.group, self.number, self.name, self.seconds = group, number, name, seconds
+        self._spins, self._patience = spins, PATIENCE_SECONDS
+        self.lock = threading.RLock()  # callers and the driver take the queue in turn
+        self._queue: deque[OrderedOperation] = deque()  # the first one runs
+        self._running: Operation | None = None
+        self.calls = 0
+        self._process = os.getpid()
+        self._error: HorovodInternalError | None = None
+
+    @property
+    def waiting(self) -> WaitingThreads:
+        return self._engine.waiting
+
+    @property
+    def _driver(self) -> Driver:
+        return self._engine.driver
+
+    def run(self, call: Collective) -> OrderedOperation | None:
+        """Run a call and wait for it. Return None if it is done, else the operation to wait for."""
+        with self.lock:
+            number = self._next_number()
+            state = BUSY
+            # What else is in flight must go on meanwhile, and other ranks may wait for it.
+            if self._spins and not self._queue and not self._engine.rounds.busy():
+                state = self._ways.run_now(call, number, self._patience)
+                self._patience = PATIENCE_SECONDS
+                if state == COMPLETE:
+                    call.finished()
+                    return None
+            return self._append(call, number, state != BUSY)
+
+    def start(self, call: Collective) -> OrderedOperation:
+        """Start a call, and return the operation."""
+        with self.lock:
+            operation = self._append(call, self._next_number(), False)
+        # It costs less than to wake another thread, which the other ranks do once they are there.
+        self._driver.visit()
+        return operation
+
+    def stalled(self, operation: OrderedOperation, seconds: float) -> str:
+        """Return why an operation is not done after ``seconds``, for an error."""
+        awaited = sorted(self._running.awaited_peers()) if self._running is not None else []
+        return (
+            f"{self._engine.mailbox.me()} waited {seconds:g} s in {operation} for ranks {awaited}: timed out.\n"
+            "HINT: all ranks of a group call the same operations in the same order; where a rank may come later, give "
+            "the group a longer timeout."
+        )
+
+    def look(self, now: float) -> None:
+        """End all calls with an error if the first of them has taken longer than the group's timeout."""
+        with self.lock:
+            operation = self._queue[0] if self._queue else None
+        if operation is not None and now - operation.since > self.seconds:
+            self.fail(StallError(self.stalled(operation, self.seconds)))
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """End all calls with an error. Later calls raise it too: the ranks may be at different places of the order."""
+        with self.lock:
+            if self._error is None:
+                self._error = error
+            queue = list(self._queue)
+            self._queue.clear()
+        running, self._running = self._running, None
+        if running in self._engine.operations:
+            self._engine.operations.remove(running)
+        for operation in queue:
+            operation.end(error)
+
+    def close(self) -> None:
+        """End the group on this rank, and give its memory back when its last rank does."""
+        error = HorovodInternalError(f"group '{self.name}' was destroyed on {self._engine.mailbox.me()}")
+        self.fail(error)
+        self._engine.messages.fail(error, self)
+        self._engine.ordered.pop(self.number, None)
+        self._ways.close()
+
+    def _next_number(self) -> int:
+        if os.getpid() != self._process:
+            raise ForkedChildError(self._engine.mailbox.me(), self._process)
+        if self._error is not None:
+            raise type(self._error)(*_again(self._error)) from self._error
+        self.calls += 1
+        return self.calls
+
+    def _append(self, call: Collective, number: int, has_arrived: bool) -> OrderedOperation:
+        operation = OrderedOperation(self, call, number, has_arrived)
+        self._queue.append(operation)
+        if len(self._queue) == 1:
+            self._driver.inbox.append(partial(self._begin, operation))
+        return operation
+
+    def _begin(self, operation: OrderedOperation) -> None:
+        """Run the first operation of the queue; on the driver's thread."""
+        if (error := self._engine.mailbox.error) is not None:
+            self.fail(error)
+            return
+        if operation.is_over:
+            return
+        operation.since = monotonic()
+        members: Sequence[int] = self.group.members
+        steps = self._steps(operation)
+        self._running = Operation(operation, steps, self.group.transport, self._ended, members, self.fail)
+        self._engine.operations.append(self._running)
+
+    def _steps(self, operation: OrderedOperation) -> Any:
+        """Run the way of an operation. Returns its error where that is the ranks' and not the engine's."""
+        try:
+            yield from self._ways.run(operation.call, operation.number, operation.has_arrived)
+        except MismatchError as error:
+            return error
+        operation.call.finished()
+        return None
+
+    def _ended(self, error: MismatchError | None) -> None:
+        """Go on with the next operation; on the driver's thread."""
+        self._running = None
+        if error is not None:
+            self.fail(error)
+            return
+        with self.lock:
+            operation = self._queue.popleft()
+            if monotonic() - operation.since < NEXT_PATIENCE_SECONDS:
+                self._patience = NEXT_PATIENCE_SECONDS
+            if self._queue:
+                self._driver.inbox.append(partial(self._begin, self._queue[0]))
+        operation.end(None)
+
+
+def _again(error: HorovodInternalError) -> tuple[Any, ...]:
+    """Return the arguments of an error that says that an earlier call failed."""
+    text = f"an earlier operation of this group failed: {error}"
+    rank = getattr(error, "rank", None)
+    return (text,) if rank is None else (text, rank)

@@ -1,0 +1,244 @@
+"""The ways of a collective call within a node: parts published at its turn, its chunks, or memory that all ranks map.
+
+The ways are generators that yield transfers, as the algorithms in ``hvdkit.collectives``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from hvdkit import kernels
+from hvdkit.arena import ARENA, SMALLEST_BYTES
+from hvdkit.collectives import exchange
+from hvdkit.collectives.compressed import compressed_reduce_scatter
+from hvdkit.collectives.group import Array, Group, Steps, partition
+from hvdkit.collectives.staging import Mode, Pass, Staging
+from hvdkit.compression import PayloadCodec
+from hvdkit.engine.ordered.calls import (
+    Collective,
+    CollectiveKind,
+    description_of,
+    lengths_of,
+    mismatch,
+    parts_of,
+    reading_of,
+    with_parts,
+    words_of,
+    wrong_lengths,
+)
+from hvdkit.engine.ranks.assignments import ordered_tag
+from hvdkit.engine.ranks.turns import COMPLETE, DIFFERENT, OPEN
+from hvdkit.errors import MismatchError
+
+BUSY = 0
+SPIN_SECONDS = 20e-6  # for which a wait at a turn watches the other ranks before other operations get on
+
+
+class Ways(Protocol):
+    """The ways of calls in one group."""
+
+    def run_now(self, call: Collective, number: int, seconds: float) -> int:
+        """Try for ``seconds`` to run a call at once; return the state of its turn."""
+
+    def run(self, call: Collective, number: int, has_arrived: bool) -> Steps[None]:
+        """Run a call. ``has_arrived``: its part is published already. Raises MismatchError on all ranks."""
+
+    def close(self) -> None:
+        """Give the memory of the group back."""
+
+
+class _AtTurn:
+    """A wait, like a transfer, until ``behind`` returns none of the group's ranks."""
+
+    __slots__ = ("_behind", "_members", "_turns", "peer")
+
+    def __init__(self, turns: Any, behind: Callable[[float], list[int]], members: Sequence[int]) -> None:
+        self._turns, self._behind, self._members, self.peer = turns, behind, members, -1
+        turns.watch(1)
+
+    def awaited(self) -> list[int]:
+        """Return the ranks that this rank waits for."""
+        return [self._members[index] for index in self._behind(0.0)]
+
+    def done(self) -> bool:
+        if self._turns is not None and not self._behind(SPIN_SECONDS):
+            self._turns.watch(-1)
+            self._turns = None
+        return self._turns is None
+
+
+class NodeWays:
+    """The ways between ranks that all share memory, in which ``turns`` lie, at which they meet.
+
+    ``arenas``: the ranks' arenas, None for those that this rank cannot map.
+    """
+
+    def __init__(self, group: Group, group_number: int, turns: Any, arenas: Sequence[Any]) -> None:
+        self._group, self._group_number, self._turns = group, group_number, turns
+        self._staging: Staging = group.layout.staging
+        self._arenas = [None if window is None else np.frombuffer(window, dtype=np.uint8) for window in arenas]
+        self._has_arenas = all(arena is not None for arena in self._arenas)
+
+    def run_now(self, call: Collective, number: int, seconds: float) -> int:
+        if not self._fits(call):
+            return BUSY
+        reading = reading_of(call, self._group.rank, self._group.size)
+        words, root = words_of(call.description), call.description.root
+        state: int = self._turns.run(
+            number, words, call.source, call.target, *reading, root, call.op, call.scale, seconds
+        )
+        return state
+
+    def run(self, call: Collective, number: int, has_arrived: bool) -> Steps[None]:
+        turns, group = self._turns, self._group
+        if self._fits(call):
+            yield from self._meet(call, number, has_arrived, call.source)
+            how, begin = reading_of(call, group.rank, group.size)
+            turns.read(number, call.target, how, begin, call.description.root, call.op, call.scale)
+            return
+        call = with_parts(call, group.rank, group.size)
+        tag = ordered_tag(self._group_number, number)
+        if call.codec.everywhere:
+            yield from self._meet(call, number, has_arrived, None)
+            turns.finish(number)
+            yield from encoded_reduce_scatter(group, call, tag)
+            return
+        if call.outgoing:
+            yield from self._meet(call, number, has_arrived, lengths_of(call))
+            lengths = np.empty((group.size, 2 * group.size), dtype="<i8")
+            turns.read(number, lengths.reshape(-1), 2, 0, 0, call.op, call.scale)
+            if wrong := wrong_lengths(call, lengths, group.members):
+                raise MismatchError(wrong)
+            yield from exchange.alltoall(group, call.outgoing, call.incoming, tag)
+            return
+        offset = -1
+        if self._has_arenas and _moves_in_place(call):
+            offset = ARENA.pin(call.source.ctypes.data, call.source.nbytes)
+        try:
+            # The first chunk is there when the others hear of this rank, so that none of them waits twice.
+            staged = self._stage(call) if offset < 0 else None
+            yield from self._meet(call, number, has_arrived, None, offset + 1)
+            offsets = [words[4] - 1 for words in turns.words(number)]
+            if min(offsets) >= 0:
+                self._run_in_place(call, self._sources(call, offsets))
+                turns.finish(number)
+                # The others may still read this rank's memory, and write to it.
+                yield [_AtTurn(turns, partial(turns.readers, number), group.members)]
+            else:
+                yield [Pass(staged or self._stage(call), self._staging.members, self._staging.spin_seconds)]
+                turns.finish(number)
+        finally:
+            if offset >= 0:
+                ARENA.unpin([offset])
+
+    def close(self) -> None:
+        if self._turns.leave():
+            self._staging.window.give_back(0, memoryview(self._staging.window).nbytes)
+
+    def _fits(self, call: Collective) -> bool:
+        """True if the ranks publish their parts of a call at its turn."""
+        travels = bool(call.outgoing) or call.codec.everywhere
+        return not travels and call.part_bytes(self._group.size) <= self._turns.most_bytes()
+
+    def _meet(self, call: Collective, number: int, has_arrived: bool, part: Array | None, own: int = 0) -> Steps[None]:
+        """Publish a call with this rank's part of it, wait for the other ranks, and compare."""
+        turns, members, words = self._turns, self._group.members, words_of(call.description, own)
+        while not has_arrived and turns.arrive(number, words, part) == BUSY:
+            yield [_AtTurn(turns, partial(turns.readers, number - 2), members)]
+        state = turns.wait(number, self._staging.spin_seconds)
+        if state == OPEN:
+            yield [_AtTurn(turns, partial(turns.absent, number), members)]
+            state = turns.wait(number, 0.0)
+        if state == DIFFERENT:
+            descriptions = [description_of(words) for words in turns.words(number)]
+            turns.finish(number)
+            raise MismatchError(mismatch(number, descriptions, members))
+        assert state == COMPLETE, state
+
+    def _stage(self, call: Collective) -> Any:
+        """Begin a pass over the node's slots, and put the first chunk into this rank's."""
+        size, me, root = self._group.size, self._group.rank, call.description.root
+        source, target = call.source, call.target
+        array, own, mode, shares = target, None, Mode.ALLREDUCE, _equal_shares(target.size, size)
+        if call.kind == CollectiveKind.ALL_REDUCE:
+            shares = partition(target.size, size, target.itemsize)
+        elif call.kind == CollectiveKind.REDUCE_SCATTER:
+            array, own, mode, shares = source, target, Mode.REDUCE_SCATTER, _equal_shares(source.size, size)
+        elif call.kind == CollectiveKind.REDUCE:
+            array, own, mode, shares = source, target if me == root else None, Mode.REDUCE_SCATTER, [(0, 0)] * size
+            shares[root] = (0, source.size)
+        elif call.kind == CollectiveKind.BROADCAST:
+            array, mode, shares = source if me == root else target, Mode.ALLGATHER, [(0, 0)] * size
+            shares[root] = (0, array.size)
+        elif call.kind == CollectiveKind.ALL_GATHER:
+            mode, part = Mode.ALLGATHER, parts_of(target, size)[me]
+            if not _is_same(part, source):
+                part[...] = source
+        else:
+            assert call.kind == CollectiveKind.ALL_TO_ALL, call.kind
+            mode = Mode.EXCHANGE
+        takes_source = mode in (Mode.ALLREDUCE, Mode.EXCHANGE) and not _is_same(source, target)
+        staged = self._staging.new_pass(
+            0, mode, array, shares, call.op, call.scale, source if takes_source else None, own
+        )
+        staged.stage()
+        return staged
+
+    def _sources(self, call: Collective, offsets: Sequence[int]) -> list[Array]:
+        """Return all ranks' sources: this rank's own, and the others' as this process maps them."""
+        nbytes, sources = call.source.nbytes, []
+        for rank, (arena, offset) in enumerate(zip(self._arenas, offsets, strict=True)):
+            assert arena is not None
+            mapped = arena[offset : offset + nbytes].view(call.source.dtype)
+            sources.append(call.source if rank == self._group.rank else mapped)
+        return sources
+
+    def _run_in_place(self, call: Collective, sources: Sequence[Array]) -> None:
+        """Run a call out of all ranks' sources."""
+        size, me, target = self._group.size, self._group.rank, call.target
+        if call.kind == CollectiveKind.ALL_REDUCE:
+            begin, end = partition(target.size, size, target.itemsize)[me]
+            shares = [source[begin:end] for source in sources]
+            kernels.reduce_into(shares, shares, call.op, call.scale)
+            return
+        if call.kind == CollectiveKind.REDUCE_SCATTER:
+            shares = [parts_of(source, size)[me] for source in sources]
+            kernels.reduce_into(target, shares, call.op, call.scale)
+            return
+        for step in range(size):  # each rank begins with its own part, so that ranks do not all read one rank's memory
+            rank = (me + step) % size
+            part = sources[rank] if call.kind == CollectiveKind.ALL_GATHER else parts_of(sources[rank], size)[me]
+            into = parts_of(target, size)[rank]
+            if not _is_same(into, part):
+                into[...] = part
+
+
+def encoded_reduce_scatter(group: Group, call: Collective, tag: int) -> Steps[None]:
+    """Run a reduce_scatter of which payloads travel. Raises PayloadError, also where ranks have other codecs."""
+    assert call.state is not None
+    each, values = call.target.size, call.source.astype(np.float32)
+    bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]
+    codec = cast("PayloadCodec", call.codec)
+    total = yield from compressed_reduce_scatter(group, values, bounds, call.scale, codec, tag, call.state)
+    call.state.turn += 1
+    kernels.convert_into(call.target, total)
+
+
+def _equal_shares(count: int, size: int) -> list[tuple[int, int]]:
+    each = count // size
+    return [(rank * each, (rank + 1) * each) for rank in range(size)]
+
+
+def _moves_in_place(call: Collective) -> bool:
+    """True if a call runs out of the arenas, where all sources lie there."""
+    in_place = call.kind == CollectiveKind.ALL_REDUCE and _is_same(call.source, call.target)
+    elsewhere = call.kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
+    return call.source.nbytes >= SMALLEST_BYTES and (in_place or elsewhere)
+
+
+def _is_same(array: Array, other: Array) -> bool:
+    return bool(array.ctypes.data == other.ctypes.data)

@@ -1,0 +1,96 @@
+"""Sessions of the engine among ranks that meet at a store of torch.distributed; they are not that of hvd.init()."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from hvdkit import config, environments
+from hvdkit.config import Settings
+from hvdkit.engine.session.session import Session
+from hvdkit.environments.base import World
+from hvdkit.errors import EnvironmentConflictError, PeerLostError
+from hvdkit.transports.base import SoloTransport
+from hvdkit.transports.gloo import GlooTransport, open_gloo
+from hvdkit.transports.security.admission import Admission, Authenticator, absent_after, introduction_key, pack_address
+from hvdkit.transports.security.credentials import Credentials, new_nonce
+from hvdkit.transports.security.listening import addresses_for, listen
+
+LAUNCHER = "torch.distributed"
+MEETING = "to make the group.\nHINT: see what those ranks printed; all ranks call init_process_group."
+ENDED = "it called destroy_process_group() or ended"
+
+
+class StoreTransport(GlooTransport):
+    """Gloo connections between ranks that meet at a store of torch.distributed."""
+
+    name = LAUNCHER
+
+
+def meet(store: Any, names: Sequence[int], me: int, settings: Settings, seconds: float, purpose: str) -> Session:
+    """Open a session among the ranks ``names``, of which this is number ``me``. Collective, and blocks.
+
+    ``names`` and ``purpose`` are for the PeerLostError that is raised unless all ranks come within ``seconds``.
+    """
+    world = _world(me, len(names))
+    if len(names) == 1:
+        return Session(SoloTransport(), world, settings)
+    addresses = addresses_for(world)
+    listener = listen(addresses[0])
+    try:
+        keys, authenticator = list(map(introduction_key, range(len(names)))), Authenticator(names[me], None)
+        store.set(keys[me], new_nonce() + pack_address(listener.getsockname()[:2]))
+        if absent := absent_after(store, keys, seconds):
+            late = [names[index] for index in absent]
+            raise PeerLostError(f"rank {names[me]} waited {seconds:g} s for ranks {late} {purpose}")
+        words = [authenticator.introduction(rank, store.get(key)) for rank, key in zip(names, keys, strict=True)]
+        credentials = Credentials(b"", LAUNCHER, 0).for_session([nonce for nonce, _ in words])
+        admission = Admission(store, credentials, [address for _, address in words])
+        gloo_store = PrefixStore("gloo", store)
+        group = open_gloo(gloo_store, me, len(names), addresses, seconds)
+    except BaseException:
+        listener.close()
+        raise
+    return Session(StoreTransport(me, len(names), group, gloo_store, listener, admission), world, settings)
+
+
+def _world(rank: int, size: int) -> World:
+    """Return this rank's place, on the node that a launcher tells if the ranks are those of its job."""
+    try:
+        started = environments.detect()
+    except EnvironmentConflictError:
+        started = World(LAUNCHER, -1, 0)
+    if (started.rank, started.size) != (rank, size):
+        return World(LAUNCHER, rank, size)
+    return World(LAUNCHER, rank, size, started.local_rank, started.local_size)
+
+
+_open_sessions: list[Session] = []
+
+
+def open_session(store: Any, size: int, rank: int, seconds: float) -> Session:
+    """Open the session of a default group, whose ranks share memory within nodes. Collective, and blocks.
+
+    ``seconds``: the longest wait for a rank that does not come.
+    """
+    settings = replace(config.from_environment(), verify=0, stall_shutdown_seconds=0.0)
+    session = meet(store, range(size), rank, settings, min(seconds, settings.start_timeout_seconds), MEETING)
+    _open_sessions.append(session)
+    return session
+
+
+def close_session(session: Session, reason: str = ENDED) -> None:
+    """Say goodbye to the other ranks, and free everything. A second call does nothing."""
+    if session in _open_sessions:
+        _open_sessions.remove(session)
+        session.close(reason)
+
+
+@atexit.register
+def _close_all() -> None:
+    for session in list(_open_sessions):
+        close_session(session)

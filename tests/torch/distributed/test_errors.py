@@ -1,0 +1,202 @@
+"""Calls that do not go together, lost ranks and ends of groups: an error on every rank, soon, that says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, StallError
+from tests.on_ranks import on_ranks
+from tests.ranks import TORCH, start_ranks
+from tests.told import told
+from tests.torch.distributed import ranks
+
+two_and_three = on_ranks((2, "torch"), (3, "torch"), runner=ranks.RUNNER)
+apart = on_ranks((3, "torch"), thorough=True, runner=ranks.RUNNER, name="apart", HVDKIT_NODE_MEMORY="0")
+
+LARGE = 300_000
+SECONDS = 3  # the timeout of groups that shall wait in vain
+
+
+def group(seconds: float = 60) -> Any:
+    """Return a group of all ranks, which may fail."""
+    return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=seconds))
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+@two_and_three
+@apart
+def test_other_calls_in_the_same_place_are_an_error_on_all_ranks(hvd: Any) -> None:
+    last, size = is_last(), dist.get_world_size()
+    calls = {
+        "all_reduce (sum) of 10 elements of float32": lambda on: dist.all_reduce(torch.ones(10), group=on),
+        "all_reduce (max) of 10 elements of float32": lambda on: dist.all_reduce(
+            torch.ones(10), op=dist.ReduceOp.MAX, group=on
+        ),
+        "all_reduce (sum) of 10 elements of int64": lambda on: dist.all_reduce(
+            torch.ones(10, dtype=torch.int64), group=on
+        ),
+        f"all_reduce (sum) of {LARGE} elements of float32": lambda on: dist.all_reduce(torch.ones(LARGE), group=on),
+        "broadcast of 10 elements of float32 with root 0": lambda on: dist.broadcast(torch.ones(10), 0, group=on),
+        "broadcast of 10 elements of float32 with root 1": lambda on: dist.broadcast(torch.ones(10), 1, group=on),
+        "all_gather of 10 elements of float32": lambda on: dist.all_gather_into_tensor(
+            torch.ones(10 * size), torch.ones(10), group=on
+        ),
+        "barrier": lambda on: dist.barrier(group=on),
+    }
+    texts = list(calls)
+    for first, second in zip(texts, texts[1:] + texts[:1], strict=True):
+        on = group()
+        with told(MismatchError, "operation 1", first, second, f"[{size - 1}]", "HINT"):
+            calls[second if last else first](on)
+        # The ranks of the group may be at different places of its order.
+        with told(MismatchError, "an earlier operation", first):
+            dist.all_reduce(torch.ones(1), group=on)
+        dist.destroy_process_group(on)
+    dist.barrier()
+
+
+@two_and_three
+@apart
+def test_splits_that_do_not_go_together_are_an_error_on_all_ranks(hvd: Any) -> None:
+    last, size = is_last(), dist.get_world_size()
+    on = group()
+    splits = [2, *[1] * (size - 1)]
+    with told(MismatchError, "bytes to rank", "expects"):
+        dist.all_to_all_single(
+            torch.ones(size + 1), torch.ones(size + 1), splits if last else splits[::-1], splits, group=on
+        )
+    dist.destroy_process_group(on)
+
+
+@two_and_three
+def test_a_message_of_another_length_is_an_error_of_its_receiver(hvd: Any) -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(10), 1)
+    elif dist.get_rank() == 1:
+        with told(MismatchError, "40 bytes", "80 bytes"):
+            dist.recv(torch.ones(20), 0)
+    dist.barrier()
+
+
+@two_and_three
+@apart
+def test_a_rank_that_does_not_come_is_named_after_the_timeout_of_the_group(hvd: Any) -> None:
+    on = group(SECONDS)
+    if is_last():
+        dist.barrier()
+    else:
+        with told(StallError, f"{SECONDS} s", f"[{dist.get_world_size() - 1}]", "all_reduce", "HINT"):
+            dist.all_reduce(torch.ones(3), group=on)
+        dist.barrier()
+    on = group(SECONDS)
+    if dist.get_rank() == 0:
+        with told(StallError, f"{SECONDS} s", "receive from ranks [1]", "tag 5"):
+            dist.recv(torch.ones(3), 1, group=on, tag=5)
+    dist.barrier()
+
+
+@two_and_three
+def test_a_wait_has_a_limit_of_its_own_and_the_operation_goes_on(hvd: Any) -> None:
+    last, tensor, token = dist.get_world_size() - 1, torch.ones(LARGE), torch.zeros(1)
+    if is_last():
+        for other in range(last):
+            dist.recv(token, other)
+        dist.all_reduce(tensor)
+    else:
+        work = dist.all_reduce(tensor, async_op=True)
+        with told(StallError, "0.2 s", f"[{last}]"):
+            work.wait(timedelta(seconds=0.2))
+        dist.send(token, last)
+        work.wait()
+    assert tensor[0] == last + 1
+
+
+@two_and_three
+def test_groups_of_different_ranks_in_different_order_do_not_hang(hvd: Any) -> None:
+    rank = dist.get_rank()
+    first, second = group(), group()
+    one, other = torch.ones(LARGE), torch.ones(LARGE)
+    works = [
+        dist.all_reduce(one if on is first else other, group=on, async_op=True)
+        for on in ((first, second) if rank == 0 else (second, first))
+    ]
+    for work in works:
+        work.wait()
+    assert one[0] == other[0] == dist.get_world_size()
+
+
+@two_and_three
+def test_a_group_that_was_destroyed_says_so(hvd: Any) -> None:
+    on = group()
+    inner = on
+    dist.destroy_process_group(on)
+    with told(HorovodInternalError, "destroyed"):
+        inner.allreduce([torch.ones(2)]).wait()
+
+
+@two_and_three
+def test_a_fork_cannot_communicate(hvd: Any) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(3))
+        except ForkedChildError:
+            os._exit(7)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+PROGRAM = """
+import os, signal, sys, warnings
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import hvdkit_autoload
+warnings.simplefilter("ignore")
+hvdkit_autoload.register()
+dist.init_process_group("hvdkit")
+rank, way = dist.get_rank(), sys.argv[1]
+def leave():
+    if way == "killed": os.kill(os.getpid(), signal.SIGKILL)
+    if way == "leaves": dist.destroy_process_group(); sys.exit()
+    raise ZeroDivisionError("on purpose")
+net = torch.nn.Sequential(torch.nn.Linear(64, 700), torch.nn.Linear(700, 700))
+if sys.argv[2] == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    for layer in net: fully_shard(layer)
+    model = fully_shard(net)
+else:
+    model = DistributedDataParallel(net)
+    if rank == 1: next(net.parameters()).register_hook(lambda gradient: leave() if step == 3 else None)
+for step in range(100):
+    if rank == 1 and step == 3 and sys.argv[2] == "fsdp": leave()
+    model(torch.ones(2, 64)).sum().backward()
+"""
+
+
+def test_a_lost_rank_is_an_error_of_all_others_in_backward_passes_of_ddp_and_fsdp() -> None:
+    for kind in ("ddp", "fsdp"):
+        for way, words in (("killed", "is lost"), ("leaves", "has left the job"), ("raises", "rank 1")):
+            command = [sys.executable, "-c", PROGRAM, way, kind]
+            processes = start_ranks(command, 3, "torch", preload=TORCH)
+            outputs = [finished(process) for process in processes]
+            for rank in (0, 2):
+                status, output = outputs[rank]
+                assert status == 1, (kind, way, rank, status, output)
+                assert "PeerLostError" in output, (kind, way, output)
+                assert words in output, (kind, way, output)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
