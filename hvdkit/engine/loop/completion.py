@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from hvdkit.engine.loop.waiting import WaitingThreads
 
 
+HALT_SECONDS = 5.0  # a round that takes longer is stuck in a library
+
+
 class Completion:
     """An operation until it is done. Callbacks run on the thread that ends it, without a caller that waits."""
 
@@ -34,7 +37,9 @@ class Completion:
             until = None if seconds is None else monotonic() + seconds
             self._waiting.wait(self, lambda: self.is_over or (until is not None and monotonic() > until))
             if not self.is_over:
-                raise StallError(self.stalled(seconds or 0.0))
+                with self._waiting.driver.halted(HALT_SECONDS):  # to ask for whom it waits would move it on
+                    stalled = self.stalled(seconds or 0.0)
+                raise StallError(stalled)
         if self.error is not None:
             raise self.error
 
@@ -43,7 +48,7 @@ class Completion:
         raise NotImplementedError
 
     def call_when_done(self, callback: Callable[[Any], None]) -> None:
-        """Collective ``callback`` once the operation is done, at once if it is."""
+        """Call ``callback`` once the operation is done, at once if it is."""
         with self._lock:
             if not self.is_over:
                 self._callbacks.append(callback)

@@ -35,7 +35,7 @@ class WaitingThreads:
     """The threads of this rank that wait for results."""
 
     def __init__(self, driver: Driver, negotiation: Negotiation) -> None:
-        self._driver, self._negotiation = driver, negotiation
+        self.driver, self._negotiation = driver, negotiation
         self._process = os.getpid()
         self.by_thread: dict[int, WaitingThread] = {}
         # The threads that submit. With several of them the rank is never known to be blocked as a whole.
@@ -50,7 +50,7 @@ class WaitingThreads:
         self.submitters.add(thread)
         waiting = self.by_thread[thread] = WaitingThread(subject, monotonic())
         try:
-            self._driver.drive_until(finished)
+            self.driver.drive_until(finished)
         finally:
             self.by_thread.pop(thread, None)
             if waiting.reported_at and self._negotiation.mailbox.error is None:

@@ -47,6 +47,7 @@ class Description(NamedTuple):
     elements: int = 0
     op: str = ""
     root: int = 0
+    codec: int = 0  # a number for the codec, 0 for none
 
     def __str__(self) -> str:
         name = self.kind.name.lower()
@@ -54,7 +55,8 @@ class Description(NamedTuple):
             return name
         count = "" if self.elements < 0 else f" of {self.elements} elements"
         root = f" with root {self.root}" if self.kind in _ROOTED else ""
-        return f"{name}{f' ({self.op})' if self.op else ''}{count} of {self.dtype}{root}"
+        codec = f" with codec {self.codec:08x}" if self.codec else ""
+        return f"{name}{f' ({self.op})' if self.op else ''}{count} of {self.dtype}{root}{codec}"
 
 
 _ROOTED = (CollectiveKind.REDUCE, CollectiveKind.BROADCAST, CollectiveKind.GATHER, CollectiveKind.SCATTER)
@@ -69,14 +71,15 @@ OPS = ("", "sum", "avg", "min", "max", "product", "premul_sum")
 
 def words_of(description: Description, own: int = 0) -> Words:
     """Return a description as the words that ranks publish. ``own``: a number of this rank, which is not compared."""
-    names = DTYPES.index(description.dtype) | OPS.index(description.op) << 8
+    names = DTYPES.index(description.dtype) | OPS.index(description.op) << 8 | description.codec << 32
     return int(description.kind), description.root, description.elements & _MOST, names, own, 0
 
 
 def description_of(words: Sequence[int]) -> Description:
     """Return the description in the words that a rank has published. Raises ValueError, IndexError for other words."""
     elements = words[2] - _MOST - 1 if words[2] >> 63 else words[2]
-    return Description(CollectiveKind(words[0]), DTYPES[words[3] & 0xFF], elements, OPS[words[3] >> 8], words[1])
+    dtype, op, codec = DTYPES[words[3] & 0xFF], OPS[words[3] >> 8 & 0xFF], words[3] >> 32
+    return Description(CollectiveKind(words[0]), dtype, elements, op, words[1], codec)
 
 
 @dataclass(slots=True)

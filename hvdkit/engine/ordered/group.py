@@ -10,12 +10,12 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from hvdkit.engine.loop.completion import Completion
+from hvdkit.engine.loop.completion import HALT_SECONDS, Completion
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ordered.calls import Collective
 from hvdkit.engine.ordered.ways import BUSY, Ways
 from hvdkit.engine.ranks.turns import COMPLETE
-from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, StallError
+from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, StallError, in_words
 
 if TYPE_CHECKING:
     from hvdkit.collectives.group import Group
@@ -121,14 +121,19 @@ class OrderedGroup:
     def close(self) -> None:
         """End the group on this rank, and give its memory back when its last rank does."""
         error = HorovodInternalError(f"group '{self.name}' was destroyed on {self._engine.mailbox.me()}")
-        self.fail(error)
-        self._engine.messages.fail(error, self)
-        self._engine.ordered.pop(self.number, None)
-        self._ways.close()
+        with self._driver.halted(HALT_SECONDS):
+            self.fail(error)
+            self._engine.messages.fail(error, self)
+            self._engine.ordered.pop(self.number, None)
+            self._ways.close()
 
-    def _next_number(self) -> int:
+    def check_process(self) -> None:
+        """Raise ForkedChildError in a process that was forked from the rank."""
         if os.getpid() != self._process:
             raise ForkedChildError(self._engine.mailbox.me(), self._process)
+
+    def _next_number(self) -> int:
+        self.check_process()
         if self._error is not None:
             raise type(self._error)(*_again(self._error)) from self._error
         self.calls += 1
@@ -155,18 +160,23 @@ class OrderedGroup:
         self._engine.operations.append(self._running)
 
     def _steps(self, operation: OrderedOperation) -> Any:
-        """Run the way of an operation. Returns its error where that is the ranks' and not the engine's."""
+        """Run the way of an operation. Returns its error where that is the ranks' or the caller's, not the engine's."""
         try:
             yield from self._ways.run(operation.call, operation.number, operation.has_arrived)
         except MismatchError as error:
             return error
-        operation.call.finished()
+        try:
+            operation.call.finished()
+        except Exception as error:  # of the caller's tensors, with which the other ranks have nothing to do
+            return error
         return None
 
-    def _ended(self, error: MismatchError | None) -> None:
+    def _ended(self, error: Exception | None) -> None:
         """Go on with the next operation; on the driver's thread."""
+        if self._running is None:  # it has failed in this round
+            return
         self._running = None
-        if error is not None:
+        if isinstance(error, MismatchError):
             self.fail(error)
             return
         with self.lock:
@@ -175,7 +185,12 @@ class OrderedGroup:
                 self._patience = NEXT_PATIENCE_SECONDS
             if self._queue:
                 self._driver.inbox.append(partial(self._begin, self._queue[0]))
-        operation.end(None)
+        if error is None:
+            operation.end(None)
+            return
+        failure = HorovodInternalError(f"{operation}: the result could not be brought to its place: {in_words(error)}")
+        failure.__cause__ = error
+        operation.end(failure)
 
 
 def _again(error: HorovodInternalError) -> tuple[Any, ...]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hvdkit.collectives.group import Array, Steps
 from hvdkit.engine.loop.completion import Completion
 from hvdkit.engine.loop.messages import MessageOffer
@@ -54,12 +56,6 @@ class Message(Completion):
             "give the group a longer timeout."
         )
 
-    # As a transfer, which an Operation waits for.
-
-    @property
-    def peer(self) -> int:
-        return self.peers[0] if len(self.peers) == 1 else -1
-
     def awaited(self) -> list[int]:
         """Return the rank that this one waits for, none while it may be any of several."""
         return self.peers if len(self.peers) == 1 else []
@@ -94,6 +90,7 @@ class Messages:
 
     def send(self, group: OrderedGroup, array: Array, to: int, tag: int) -> Message:
         """Send a flat array to a rank of a group."""
+        group.check_process()
         message = Message(self._engine, group, "send to", array, [group.group.members[to]], tag)
         rings = self._rings(message.peers)
         if rings:
@@ -104,6 +101,7 @@ class Messages:
 
     def receive(self, group: OrderedGroup, array: Array, source: int | None, tag: int) -> Message:
         """Receive into a flat array from a rank of a group, or from any."""
+        group.check_process()
         members = group.group.members
         others = [member for member in members if member != self._engine.topology.rank]
         message = Message(
@@ -119,7 +117,9 @@ class Messages:
         return message
 
     def offered(self, sender: int, offer: MessageOffer) -> None:
-        """Take note of a message that a rank of another node has sent."""
+        """Take note of a message that a rank of another node has sent. Raises ValueError for numbers of no message."""
+        if not all(isinstance(number, int) for number in offer) or not 0 <= offer.nbytes < 1 << 48:
+            raise ValueError(f"no message: {offer}")
         self._offers[offer.group, offer.tag].append((sender, offer))
         self._match(offer.group, offer.tag)
 
@@ -131,6 +131,8 @@ class Messages:
 
     def fail(self, error: HorovodInternalError, group: OrderedGroup | None = None) -> None:
         """End the messages of a group, or of all, with an error."""
+        for key in [key for key in self._offers if group is None or key[0] == group.number]:
+            del self._offers[key]
         for message in [each for each in list(self._in_flight) if group is None or each.group is group]:
             self._drop(message, error)
 
@@ -201,12 +203,16 @@ class Messages:
             receives.remove(message)
             sender, offer = match
             if offer.nbytes != message.array.nbytes:
-                raise MismatchError(self._wrong_length(message, sender, offer.nbytes))
+                discarded = self._engine.transport.irecv(np.empty(offer.nbytes, np.uint8), sender, offer.data_tag)
+                steps = iter_once([discarded])
+                self._engine.operations.append(Operation("a message", steps, self._engine.transport, lambda _: None))
+                self._drop(message, MismatchError(self._wrong_length(message, sender, offer.nbytes)))
+                continue
             message.remote = self._engine.transport.irecv(message.array.view("u1"), sender, offer.data_tag)
             self._engine.transport.watch([message.remote])
-        for key, table in ((key, table) for table in (self._offers, self._receives) for key in [(group, tag)]):
-            if not table[key]:
-                del table[key]
+        for table in (self._offers, self._receives):
+            if not table[group, tag]:
+                del table[group, tag]
 
     def _wrong_length(self, message: Message, sender: int, nbytes: int) -> str:
         return (
@@ -216,11 +222,19 @@ class Messages:
 
     def _drop(self, message: Message, error: HorovodInternalError) -> None:
         operation = self._in_flight.pop(message, None)
+        waiting = self._receives.get((message.group.number, message.tag), [])
+        if message in waiting:
+            waiting.remove(message)
         if operation in self._engine.operations:
             self._engine.operations.remove(operation)
         if message.local is not None and message.local.source() < 0:
             self._engine.transport.withdraw(message.local)  # type: ignore[attr-defined]
         message.end(error)
+
+
+def iter_once(transfers: list[Transfer]) -> Steps[None]:
+    """Wait for transfers."""
+    yield transfers
 
 
 def _local_tag(group: OrderedGroup, tag: int) -> int:

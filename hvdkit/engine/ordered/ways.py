@@ -115,7 +115,7 @@ class NodeWays:
                 raise MismatchError(wrong)
             yield from exchange.alltoall(group, call.outgoing, call.incoming, tag)
             return
-        offset = -1
+        offset, is_over = -1, False
         if self._has_arenas and _moves_in_place(call):
             offset = ARENA.pin(call.source.ctypes.data, call.source.nbytes)
         try:
@@ -131,7 +131,10 @@ class NodeWays:
             else:
                 yield [Pass(staged or self._stage(call), self._staging.members, self._staging.spin_seconds)]
                 turns.finish(number)
+            is_over = True
         finally:
+            if offset >= 0 and not is_over:
+                ARENA.make_private([offset])  # a rank that was stopped may still write there later
             if offset >= 0:
                 ARENA.unpin([offset])
 

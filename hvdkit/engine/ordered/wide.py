@@ -94,8 +94,10 @@ class WideWays:
             yield from self._allreduce(call, call.target, tag)
             return
         scratch = SCRATCH.take(call.source.nbytes)
-        yield from self._allreduce(call, scratch[: call.source.nbytes].view(call.source.dtype), tag)
-        SCRATCH.give_back(scratch)
+        try:
+            yield from self._allreduce(call, scratch[: call.source.nbytes].view(call.source.dtype), tag)
+        finally:
+            SCRATCH.give_back(scratch)
 
     def _reduce_scatter(self, call: Collective, tag: int) -> Steps[None]:
         group, source, each = self._group, call.source, call.target.size

@@ -61,7 +61,7 @@ class SmallReductions:
         self._give_back = give_back  # frees the memory of the turns
         self._lock = Lock()
         self._described: dict[Any, Described | None] = {}
-        self._in_vain = 0
+        self._in_vain, self._has_left = 0, False
         self.turn = 0  # the last one of this rank
         self.reduced = 0  # how many calls went this way
         self.under_way: set[str | None] = set()  # the names of the calls that this rank runs now
@@ -101,6 +101,8 @@ class SmallReductions:
         words = described.digest, described.factor, 0 if number is None else number + 1, 0, 0, 0
         with self._lock:
             self.turn = turn = self.turn + 1
+            if self._has_left:
+                return turn
             skips = self._in_vain >= VAIN_TURNS and turn % SKIPPED_TURNS
             if negotiates or skips or turn > LATEST_TURN:
                 self._turns.withdraw(turn)
@@ -135,6 +137,7 @@ class SmallReductions:
 
     def leave(self) -> None:
         """End the turns of a removed process set. The last of its ranks frees their memory."""
-        self._lock.acquire(timeout=10 * PATIENCE_SECONDS)  # for good
-        if self._turns.leave():
-            self._give_back()
+        with self._lock:
+            self._has_left = True
+            if self._turns.leave():
+                self._give_back()

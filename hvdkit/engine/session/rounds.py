@@ -252,7 +252,7 @@ class Rounds:
         """End every wait with ``error``: a rank is lost, or this rank cannot go on."""
         if self._mailbox.error is None:
             self._mailbox.error, self._driver.looks_at_once = error, False
-        for operation in self._operations:
+        for operation in list(self._operations):
             operation.fail(error)
         self._operations.clear()
         for group in list(self._ordered.values()):

@@ -12,14 +12,18 @@ from torch import Tensor
 _kept: list[Any] = []  # the library of overrides lives as long as the process
 
 
+def torch_version() -> tuple[int, ...]:
+    """Return PyTorch's version, as (2, 13)."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
 def reach_python(group_class: Any) -> None:
     """Have ``_allgather_base_`` reach groups of ``group_class`` in PyTorch before 2.14. Only the first call acts.
 
     Of PyTorch's own C++ only ``_c10d_functional.all_gather_into_tensor_out`` calls a method of a group that a subclass
     in Python cannot override.
     """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if _kept or version >= (2, 14):
+    if _kept or torch_version() >= (2, 14):
         return
 
     def gather(output: Tensor, tensor: Tensor, group: Any, async_op: bool = True, timeout: int = -1) -> Any:

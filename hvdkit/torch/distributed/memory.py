@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdkit.arena import ARENA, SMALLEST_BYTES
+from hvdkit.engine.loop.completion import Completion
 from hvdkit.kernels.dtypes import Array
 
 DTYPES = {
@@ -69,9 +71,24 @@ class Adoption:
     def __init__(self) -> None:
         self._sizes: dict[int, bool] = {}  # of storages that were seen; True if they are made in the arena
         self._is_served = not ARENA.serve_torch()
+        self._in_flight: Counter[int] = Counter()  # operations by address, whose memory must stay
 
-    def see(self, tensor: Tensor) -> None:
-        """Note that a collective uses a tensor."""
+    def keep(self, array: Array, operation: Completion) -> None:
+        """Let no storage be adopted at the address of an array until an operation is over."""
+        if not self._is_served or array.nbytes < SMALLEST_BYTES:
+            return
+        address = array.__array_interface__["data"][0]
+        self._in_flight[address] += 1
+
+        def release(operation: Completion) -> None:
+            self._in_flight[address] -= 1
+            if not self._in_flight[address]:
+                del self._in_flight[address]
+
+        operation.call_when_done(release)
+
+    def see(self, tensor: Tensor, adopts: bool = False) -> None:
+        """Note that a collective uses a tensor, whose storage may move into the arena if it ``adopts``."""
         if not self._is_served or tensor.numel() * tensor.element_size() < SMALLEST_BYTES:
             return
         storage = tensor.untyped_storage()
@@ -86,8 +103,8 @@ class Adoption:
             ARENA.add_sizes([nbytes])
             self._sizes[nbytes] = True
         ARENA.serve_thread()
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and nbytes == tensor.numel() * tensor.element_size() and storage.resizable():
+        adopts &= torch._C._current_graph_task_id() != -1 and address not in self._in_flight
+        if adopts and nbytes == tensor.numel() * tensor.element_size() and storage.resizable():
             with ARENA.serving():
                 storage.resize_(nbytes)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,16 @@ from hvdkit.engine.ordered.group import OrderedGroup
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.torch.distributed.memory import Adoption, array_of, bytes_of
 from hvdkit.torch.distributed.reductions import AVERAGE, REDUCTIONS, TorchReduction, name_of
+from hvdkit.torch.distributed.tensors import (
+    apart,
+    call_with_parts,
+    check_count,
+    check_same_dtype,
+    check_sizes,
+    dense_output,
+    giving_back,
+    spreading,
+)
 from hvdkit.torch.distributed.work import HvdkitWork
 
 _FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -41,7 +51,7 @@ class TensorOperations:
         for tensor in tensors:
             dense = reduction.scaled(tensor).contiguous()
             call = self._reducing("all_reduce", CollectiveKind.ALL_REDUCE, dense, dense, reduction)
-            calls.append(_giving_back(call, tensor, dense))
+            calls.append(giving_back(call, tensor, dense))
         return self._run(calls, tensors, waits)
 
     def reduce(self, tensor: Tensor, root: int, reduction: TorchReduction, waits: bool) -> HvdkitWork | None:
@@ -49,7 +59,7 @@ class TensorOperations:
         dense = reduction.scaled(tensor).contiguous()
         call = self._reducing("reduce", CollectiveKind.REDUCE, dense, dense, reduction, root)
         if self._rank == root:
-            _giving_back(call, tensor, dense)
+            giving_back(call, tensor, dense)
         else:
             call.target = NO_ARRAY
         return self._run([call], [tensor], waits)
@@ -62,7 +72,7 @@ class TensorOperations:
             array = bytes_of("broadcast", dense)
             description = Description(CollectiveKind.BROADCAST, name_of(tensor), tensor.numel(), root=root)
             call = Collective(description, array if is_root else NO_ARRAY, NO_ARRAY if is_root else array)
-            calls.append(call if is_root else _giving_back(call, tensor, dense))
+            calls.append(call if is_root else giving_back(call, tensor, dense))
         return self._run(calls, tensors, waits)
 
     def all_gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], waits: bool) -> HvdkitWork | None:
@@ -70,29 +80,30 @@ class TensorOperations:
         calls = []
         for output, tensor in zip(outputs, inputs, strict=True):
             function = "all_gather_into_tensor"
-            _check_sizes(function, output, tensor.numel() * self._size, f"{self._size} times the input's elements")
-            _check_same_dtype(function, output, tensor)
+            check_sizes(function, output, tensor.numel() * self._size, f"{self._size} times the input's elements")
+            check_same_dtype(function, output, tensor)
             self._adoption.see(tensor)
-            into = _dense(output)
+            into = dense_output(output)
             description = Description(CollectiveKind.ALL_GATHER, name_of(tensor), tensor.numel())
-            call = Collective(description, bytes_of(function, tensor.contiguous()), bytes_of(function, into))
-            calls.append(_giving_back(call, output, into))
+            source = apart(tensor.contiguous(), into, self._rank)
+            call = Collective(description, bytes_of(function, source), bytes_of(function, into))
+            calls.append(giving_back(call, output, into))
         return self._run(calls, outputs, waits)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, waits: bool) -> HvdkitWork | None:
         """Fill ``outputs[r]`` with the tensor of rank r; the ranks' tensors may have sizes of their own."""
         function = "all_gather"
-        _check_count(function, outputs, self._size)
+        check_count(function, outputs, self._size)
         for output in outputs:
-            _check_same_dtype(function, output, tensor)
-        _check_sizes(function, outputs[self._rank], tensor.numel(), "the elements of this rank's input")
+            check_same_dtype(function, output, tensor)
+        check_sizes(function, outputs[self._rank], tensor.numel(), "the elements of this rank's input")
         source = bytes_of(function, tensor.contiguous())
         if any(output.numel() != tensor.numel() for output in outputs):
-            call = _with_parts(CollectiveKind.ALL_GATHER, tensor, [source] * self._size, outputs)
+            call = call_with_parts(CollectiveKind.ALL_GATHER, tensor, [source] * self._size, outputs)
         else:
             whole = tensor.new_empty(self._size * tensor.numel())
             description = Description(CollectiveKind.ALL_GATHER, name_of(tensor), tensor.numel())
-            call = Collective(description, source, bytes_of(function, whole), finished=_spreading(outputs, whole))
+            call = Collective(description, source, bytes_of(function, whole), finished=spreading(outputs, whole))
         return self._run([call], outputs, waits)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, waits: bool) -> HvdkitWork | None:
@@ -100,26 +111,26 @@ class TensorOperations:
         description = Description(CollectiveKind.GATHER, name_of(tensor), tensor.numel(), root=root)
         call = Collective(description, bytes_of("gather", tensor.contiguous()), NO_ARRAY)
         if self._rank == root:
-            _check_count("gather", outputs, self._size)
+            check_count("gather", outputs, self._size)
             for output in outputs:
-                _check_same_dtype("gather", output, tensor)
-                _check_sizes("gather", output, tensor.numel(), "the input's elements")
+                check_same_dtype("gather", output, tensor)
+                check_sizes("gather", output, tensor.numel(), "the input's elements")
             whole = tensor.new_empty(self._size * tensor.numel())
-            call.target, call.finished = bytes_of("gather", whole), _spreading(outputs, whole)
+            call.target, call.finished = bytes_of("gather", whole), spreading(outputs, whole)
         return self._run([call], outputs, waits)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, waits: bool) -> HvdkitWork | None:
         """Fill the output of rank r with ``inputs[r]`` of the root."""
         source = NO_ARRAY
         if self._rank == root:
-            _check_count("scatter", inputs, self._size)
+            check_count("scatter", inputs, self._size)
             for tensor in inputs:
-                _check_same_dtype("scatter", output, tensor)
-                _check_sizes("scatter", tensor, output.numel(), "the output's elements")
+                check_same_dtype("scatter", output, tensor)
+                check_sizes("scatter", tensor, output.numel(), "the output's elements")
             source = bytes_of("scatter", torch.cat([tensor.reshape(-1) for tensor in inputs]))
-        into = _dense(output)
+        into = dense_output(output)
         description = Description(CollectiveKind.SCATTER, name_of(output), output.numel(), root=root)
-        call = _giving_back(Collective(description, source, bytes_of("scatter", into)), output, into)
+        call = giving_back(Collective(description, source, bytes_of("scatter", into)), output, into)
         return self._run([call], [output], waits)
 
     def reduce_scatter_single(
@@ -129,11 +140,12 @@ class TensorOperations:
         calls = []
         for output, tensor in zip(outputs, inputs, strict=True):
             function = "reduce_scatter_tensor"
-            _check_sizes(function, tensor, output.numel() * self._size, f"{self._size} times the output's elements")
-            _check_same_dtype(function, output, tensor)
-            source, into = reduction.scaled(tensor).contiguous(), _dense(output)
+            check_sizes(function, tensor, output.numel() * self._size, f"{self._size} times the output's elements")
+            check_same_dtype(function, output, tensor)
+            into = dense_output(output)
+            source = apart(reduction.scaled(tensor).contiguous(), into, self._rank)
             call = self._reducing(function, CollectiveKind.REDUCE_SCATTER, source, into, reduction)
-            calls.append(_giving_back(call, output, into))
+            calls.append(giving_back(call, output, into))
         return self._run(calls, outputs, waits)
 
     def reduce_scatter_encoded(
@@ -144,6 +156,7 @@ class TensorOperations:
         if REDUCTIONS.get(reduction.number, ("", None))[1] != ReduceOp.SUM or tensor.dtype not in _FLOATS:
             raise ValueError(f"{function}: expected a sum or an average of floats, got {tensor.dtype}")
         call = self._reducing(function, CollectiveKind.REDUCE_SCATTER, reduction.scaled(tensor), output, reduction)
+        call.description = call.description._replace(codec=zlib.crc32(codec.summary.encode()))
         call.codec, call.state = codec, state
         return self._run([call], [output], waits)
 
@@ -152,26 +165,29 @@ class TensorOperations:
     ) -> HvdkitWork | None:
         """Fill the output of rank r with the reduction of the ranks' ``inputs[r]``, which may differ in size."""
         function = "reduce_scatter"
-        _check_count(function, inputs, self._size)
-        _check_sizes(function, output, inputs[self._rank].numel(), "the elements of this rank's input")
+        check_count(function, inputs, self._size)
+        check_sizes(function, output, inputs[self._rank].numel(), "the elements of this rank's input")
+        for tensor in inputs:
+            check_same_dtype(function, output, tensor)
         whole = torch.cat([tensor.reshape(-1) for tensor in inputs])
         if all(tensor.numel() == output.numel() for tensor in inputs):
             return self.reduce_scatter_single([output], [whole], reduction, waits)
         whole = reduction.scaled(whole)
         call = self._reducing(function, CollectiveKind.ALL_REDUCE, whole, whole, reduction)
         part = torch.split(whole, [tensor.numel() for tensor in inputs])[self._rank]
-        return self._run([_giving_back(call, output, part)], [output], waits)
+        return self._run([giving_back(call, output, part)], [output], waits)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], waits: bool
     ) -> HvdkitWork | None:
         """Send ``input_splits[r]`` rows of the input to rank r, and receive ``output_splits[r]`` rows of its input."""
         function = "all_to_all_single"
-        _check_same_dtype(function, output, tensor)
-        source, into = tensor.contiguous(), _dense(output)
+        check_same_dtype(function, output, tensor)
+        into = dense_output(output)
+        source = apart(tensor.contiguous(), into)
         if output_splits or input_splits:
             outgoing = self._rows(source, input_splits, "input_split_sizes")
-            call = _with_parts(
+            call = call_with_parts(
                 CollectiveKind.ALL_TO_ALL,
                 tensor,
                 [bytes_of(function, rows) for rows in outgoing],
@@ -184,17 +200,19 @@ class TensorOperations:
                         f"{function}: the first dimension, {each.shape[0]}, is no multiple of the {self._size} ranks\n"
                         "HINT: give input_split_sizes and output_split_sizes."
                     )
-            _check_sizes(function, output, tensor.numel(), "the input's elements")
+            check_sizes(function, output, tensor.numel(), "the input's elements")
             description = Description(CollectiveKind.ALL_TO_ALL, name_of(tensor), tensor.numel())
             call = Collective(description, bytes_of(function, source), bytes_of(function, into))
-        return self._run([_giving_back(call, output, into)], [output], waits)
+        return self._run([giving_back(call, output, into)], [output], waits)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], waits: bool) -> HvdkitWork | None:
         """Send ``inputs[r]`` to rank r, and receive its tensor for this rank in ``outputs[r]``."""
-        _check_count("all_to_all", outputs, self._size)
-        _check_count("all_to_all", inputs, self._size)
+        check_count("all_to_all", outputs, self._size)
+        check_count("all_to_all", inputs, self._size)
+        for tensor in (*inputs, *outputs):
+            check_same_dtype("all_to_all", tensor, inputs[0])
         outgoing = [bytes_of("all_to_all", tensor.contiguous()) for tensor in inputs]
-        return self._run([_with_parts(CollectiveKind.ALL_TO_ALL, inputs[0], outgoing, outputs)], outputs, waits)
+        return self._run([call_with_parts(CollectiveKind.ALL_TO_ALL, inputs[0], outgoing, outputs)], outputs, waits)
 
     def barrier(self, waits: bool) -> HvdkitWork | None:
         """Return when all ranks have called this."""
@@ -208,6 +226,8 @@ class TensorOperations:
         operation = None
         for call in calls:
             operation = self.group.start(call)
+            if call.kind == CollectiveKind.ALL_REDUCE:
+                self._adoption.keep(call.source, operation)
         return HvdkitWork(operation, tensors)
 
     def _reducing(
@@ -219,9 +239,11 @@ class TensorOperations:
         reduction: TorchReduction,
         root: int = 0,
     ) -> Collective:
+        if source.dtype is torch.bool and reduction.number not in (0, 3, 4):
+            raise ValueError(f"{function}: expected a sum, minimum or maximum of boolean tensors")
         if source.is_complex():
             source, target = torch.view_as_real(source), torch.view_as_real(target)
-        self._adoption.see(source)
+        self._adoption.see(source, adopts=kind == CollectiveKind.ALL_REDUCE)
         arrays = array_of(function, source), array_of(function, target)
         name, op = REDUCTIONS[reduction.number]
         description = Description(kind, name_of(source), target.numel(), name, root)
@@ -236,59 +258,3 @@ class TensorOperations:
                 f"all_to_all_single: {argument}: expected {self._size} numbers with the sum {rows}, got {splits}"
             )
         return torch.split(tensor, splits)
-
-
-def _dense(output: Tensor) -> Tensor:
-    """Return an output, or contiguous memory in its place."""
-    return output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-
-
-def _giving_back(call: Collective, output: Tensor, dense: Tensor) -> Collective:
-    """Have a call bring its result from ``dense`` to the output, if that is another tensor. Returns the call."""
-    if dense is not output:
-
-        def copy() -> None:
-            with torch.no_grad():
-                output.copy_(dense.view(output.shape))
-
-        call.finished = copy
-    return call
-
-
-def _with_parts(kind: CollectiveKind, tensor: Tensor, outgoing: Sequence[Any], outputs: Sequence[Tensor]) -> Collective:
-    """Return a call whose parts have lengths of their own."""
-    dense = [_dense(output) for output in outputs]
-
-    def copy() -> None:
-        with torch.no_grad():
-            for output, memory in zip(outputs, dense, strict=True):
-                if memory is not output:
-                    output.copy_(memory)
-
-    incoming = [bytes_of(kind.name.lower(), memory) for memory in dense]
-    description = Description(kind, name_of(tensor), -1)
-    return Collective(description, NO_ARRAY, NO_ARRAY, outgoing=outgoing, incoming=incoming, finished=copy)
-
-
-def _spreading(outputs: Sequence[Tensor], whole: Tensor) -> Callable[[], None]:
-    def spread() -> None:
-        with torch.no_grad():
-            for output, part in zip(outputs, whole.chunk(len(outputs)), strict=True):
-                output.copy_(part.view(output.shape))
-
-    return spread
-
-
-def _check_count(function: str, tensors: Sequence[Tensor], count: int) -> None:
-    if len(tensors) != count:
-        raise ValueError(f"{function}: expected a list of {count} tensors, one for each rank, got {len(tensors)}")
-
-
-def _check_sizes(function: str, tensor: Tensor, count: int, what: str) -> None:
-    if tensor.numel() != count:
-        raise ValueError(f"{function}: expected a tensor of {count} elements, {what}, got {tuple(tensor.shape)}")
-
-
-def _check_same_dtype(function: str, output: Tensor, tensor: Tensor) -> None:
-    if output.dtype != tensor.dtype:
-        raise TypeError(f"{function}: expected an output of the input's dtype {tensor.dtype}, got {output.dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,7 +86,7 @@ def open_session(store: Any, size: int, rank: int, seconds: float) -> Session:
 
 def close_session(session: Session, reason: str = ENDED) -> None:
     """Say goodbye to the other ranks, and free everything. A second call does nothing."""
-    if session in _open_sessions:
+    if session in _open_sessions and session.process == os.getpid():  # a forked child is no rank
         _open_sessions.remove(session)
         session.close(reason)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdkit.engine.loop.completion import Completion
+from hvdkit.torch.distributed import callbacks
 
 
 class HvdkitWork(dist.Work):
@@ -54,7 +55,7 @@ class HvdkitWork(dist.Work):
             if self._operation is None:
                 done.set_result(None)
             else:
-                self._operation.call_when_done(lambda operation: done.set_result(None))
+                self._operation.call_when_done(lambda operation: callbacks.run(lambda: done.set_result(None)))
         return self._future
 
     def _tensors_or_error(self, done: torch.futures.Future[None]) -> list[Tensor]:

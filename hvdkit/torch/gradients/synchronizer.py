@@ -49,12 +49,11 @@ class GradientSynchronizer:
         self.verification = OptimizerVerification(BROADCAST)
         self.should_synchronize = True  # False within skip_synchronize()
         self.reduced_on_reading = False  # True if a GradScaler or a clipping function had the gradients synchronised
-        self._is_synchronized = False
+        self._is_synchronized = self._distributed = False
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(parameter): name for name, parameter in settings.names}
         self.hooks: Any = self._new_hooks()
         self._engine: Any = None
-        self._distributed = False
         self._agreement: Agreement | None = None
         # After the first gradient of a step: True if its gradients wait for the next agreement.
         self._agrees_anew: bool | None = None
@@ -77,8 +76,7 @@ class GradientSynchronizer:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups of parameters."""
-        optimizer = self._optimizer()
-        return [] if optimizer is None else optimizer.param_groups
+        return getattr(self._optimizer(), "param_groups", [])
 
     def trainable(self, complete: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """Return parameters by id, with frozen parameters in ``complete``, whose gradients were complete before."""

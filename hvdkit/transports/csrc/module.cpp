@@ -80,6 +80,7 @@ bool progress(MessageRings& rings) {
         moved = rings.progress();
         finished = rings.take_finished();
     }
+    for (const auto& message : finished) message->keep.reset();  // receives from any peer are listed elsewhere too
     return moved;  // and the owners of the buffers are given back here, under the interpreter's lock
 }
 
@@ -276,8 +277,13 @@ void bind_shared_memory(py::module_& module) {
              })
         .def("withdraw",
              [](MessageRings& rings, Message& receive) {
-                 const py::gil_scoped_release unlocked;
-                 return rings.withdraw(receive);
+                 bool is_withdrawn = false;
+                 {
+                     const py::gil_scoped_release unlocked;
+                     is_withdrawn = rings.withdraw(receive);
+                 }
+                 if (is_withdrawn) receive.keep.reset();
+                 return is_withdrawn;
              })
         .def("send_control", &MessageRings::send_control, Unlocked())
         .def("progress", &progress)

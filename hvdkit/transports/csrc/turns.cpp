@@ -93,11 +93,13 @@ Turns::State Turns::wait(std::uint64_t turn, double seconds) const {
 }
 
 std::vector<std::size_t> Turns::absent(std::uint64_t turn) const {
-    std::vector<std::size_t> ranks;
+    std::vector<std::size_t> ranks, others;
+    if (wait(turn, 0.0) != State::open) return ranks;
     for (std::size_t rank = 0; rank < ranks_; ++rank) {
         if (notice(turn, rank).turn.load(std::memory_order_acquire) != turn) ranks.push_back(rank);
+        if (rank != me_) others.push_back(rank);
     }
-    return ranks;
+    return ranks.empty() ? others : ranks;  // one of the others has published its notice and is not counted yet
 }
 
 bool Turns::alike(std::uint64_t turn) const {

@@ -36,7 +36,7 @@ class Turns {
     State arrive(std::uint64_t turn, const Words& words, const std::byte* source, std::size_t nbytes);
     // ``open`` after ``seconds``.
     State wait(std::uint64_t turn, double seconds) const;
-    // The ranks that have not arrived at a turn that is open.
+    // The ranks that have not arrived at a turn that is open, or may not have; none if it is not open.
     std::vector<std::size_t> absent(std::uint64_t turn) const;
 
     // Of a complete turn: a rank's description, whether all are alike, and a rank's part.

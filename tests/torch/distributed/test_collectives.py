@@ -108,7 +108,7 @@ def test_all_reduce_of_complex_and_boolean_and_multiplied_numbers(hvd: Any) -> N
 
 
 def test_a_closed_list_goes_to_gloo_and_all_else_to_hvdkit(hvd: Any) -> None:
-    from hvdkit.torch.distributed.process_group import COUNTS
+    from hvdkit.torch.distributed.inner import COUNTS
 
     rank, size = dist.get_rank(), dist.get_world_size()
     gloo_before = {name for name, way in COUNTS if way == "gloo"}
@@ -241,6 +241,46 @@ def test_a_future_completes_without_a_caller_that_waits(hvd: Any) -> None:
     future = dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: seen.append(future.value()[0]))
     future.wait()  # in C++, which drives nothing
     check(seen[0], torch.full((LARGE,), float(size)))
+
+
+def test_a_callback_may_wait_for_another_operation(hvd: Any) -> None:
+    """PowerSGD's hook does so."""
+    size = dist.get_world_size()
+
+    def reduce_again(future: Any) -> Tensor:
+        (tensor,) = future.value()
+        dist.all_reduce(tensor, async_op=True).get_future().wait()
+        dist.all_reduce(tensor)
+        return tensor
+
+    for elements in (SMALL, LARGE):
+        future = dist.all_reduce(torch.ones(elements), async_op=True).get_future()
+        check(future.then(reduce_again).wait(), torch.full((elements,), float(size) ** 3))
+
+
+@small_and_large
+def test_inputs_that_overlap_outputs(hvd: Any, elements: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.cat([values(rank + 5 * other, elements) for other in range(size)])
+    dist.all_to_all_single(tensor, tensor)
+    check(tensor, torch.cat([values(other + 5 * rank, elements) for other in range(size)]))
+    whole = [torch.cat([values(rank + other, elements) for rank in range(size)]) for other in range(size)]
+    tensor = whole[rank].clone()
+    dist.reduce_scatter_tensor(tensor[:elements], tensor)
+    check(tensor[:elements], reduced(whole, SUM).view(size, elements)[rank])
+    output = torch.empty(size, elements)
+    output[rank] = values(rank, elements)
+    dist.all_gather_into_tensor(output, output[rank])
+    check(output, torch.stack(of_all(elements)))
+
+
+@small_and_large
+def test_tensors_of_inference_mode(hvd: Any, elements: int) -> None:
+    with torch.inference_mode():
+        outputs = [torch.empty(elements) for _ in range(dist.get_world_size())]
+        dist.all_gather(outputs, values(dist.get_rank(), elements), async_op=True).wait()
+        for output, expected in zip(outputs, of_all(elements), strict=True):
+            check(output, expected)
 
 
 def test_coalesced_operations(hvd: Any) -> None:
@@ -442,6 +482,8 @@ def test_arguments_that_cannot_be_are_errors_of_this_rank_alone(hvd: Any) -> Non
         dist.all_gather_into_tensor(torch.empty(size * 3 + 1), torch.ones(3))
     with told(ValueError, "reduce_scatter_tensor"):
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * size + 1))
+    with told(ValueError, "boolean"):
+        dist.all_reduce(torch.ones(LARGE, dtype=torch.bool), op=AVG)
     with told(TypeError, "float64"):
         dist.all_gather_into_tensor(torch.empty(size * 3, dtype=torch.float64), torch.ones(3))
     if size > 1:

@@ -122,6 +122,58 @@ def test_a_wait_has_a_limit_of_its_own_and_the_operation_goes_on(hvd: Any) -> No
 
 
 @two_and_three
+def test_waits_that_end_early_change_no_sum(hvd: Any) -> None:
+    size = dist.get_world_size()
+    for _ in range(20):
+        tensor = torch.ones(8 * LARGE)
+        work = dist.all_reduce(tensor, async_op=True)
+        for _ in range(20):
+            try:
+                work.wait(timedelta(microseconds=50))
+            except StallError:
+                continue
+        work.wait()
+        assert torch.equal(tensor, torch.full_like(tensor, float(size)))
+
+
+@two_and_three
+def test_a_group_may_be_destroyed_with_operations_in_flight(hvd: Any) -> None:
+    for _ in range(15):
+        on = group()
+        works = [dist.all_reduce(torch.ones(LARGE), group=on, async_op=True) for _ in range(4)]
+        dist.destroy_process_group(on)
+        for work in works:
+            try:
+                work.wait()
+            except HorovodInternalError as error:
+                assert "destroyed" in str(error)  # noqa: PT017 (it may have ended before)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor[0] == dist.get_world_size()
+
+
+@two_and_three
+def test_a_group_that_has_an_earlier_one_s_name_is_another_group(hvd: Any) -> None:
+    everyone = list(range(dist.get_world_size()))
+    for _ in range(4):
+        on = dist.new_group(everyone, use_local_synchronization=True)
+        tensor = torch.ones(LARGE)
+        dist.all_reduce(tensor, group=on)
+        assert tensor[0] == len(everyone)
+        dist.destroy_process_group(on)
+
+
+@two_and_three
+def test_a_result_that_has_no_place_is_an_error_of_that_call_alone(hvd: Any) -> None:
+    for elements in (3, LARGE):
+        with told((HorovodInternalError, RuntimeError), "single memory location"):
+            dist.all_reduce(torch.ones(1).expand(elements))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor[0] == dist.get_world_size()
+
+
+@two_and_three
 def test_groups_of_different_ranks_in_different_order_do_not_hang(hvd: Any) -> None:
     rank = dist.get_rank()
     first, second = group(), group()
@@ -148,11 +200,14 @@ def test_a_group_that_was_destroyed_says_so(hvd: Any) -> None:
 def test_a_fork_cannot_communicate(hvd: Any) -> None:
     child = os.fork()
     if child == 0:
-        try:
-            dist.all_reduce(torch.ones(3))
-        except ForkedChildError:
-            os._exit(7)
-        os._exit(1)
+        calls = [lambda: dist.all_reduce(torch.ones(3)), lambda: dist.send(torch.ones(3), 1 - min(dist.get_rank(), 1))]
+        errors = []
+        for call in calls:
+            try:
+                call()
+            except ForkedChildError as error:
+                errors.append(error)
+        os._exit(7 if len(errors) == len(calls) else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
 
@@ -200,3 +255,24 @@ def test_a_lost_rank_is_an_error_of_all_others_in_backward_passes_of_ddp_and_fsd
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
+
+
+BESIDE_GLOO = """
+import torch, torch.distributed as dist
+import hvdkit_autoload
+hvdkit_autoload.register()
+dist.init_process_group("gloo")
+group = dist.new_group(list(range(dist.get_world_size())), backend="hvdkit")
+tensor = torch.ones(300000)
+dist.all_reduce(tensor, group=group)
+dist.destroy_process_group(group)
+print("sum", tensor[0].item())
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_may_be_of_hvdkit_where_the_default_group_is_not() -> None:
+    processes = start_ranks([sys.executable, "-c", BESIDE_GLOO], 2, "torch", preload=TORCH)
+    for status, output in [finished(process) for process in processes]:
+        assert status == 0, output
+        assert "sum 2.0" in output, output

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdkit.errors import MismatchError
 from hvdkit.torch.fsdp import ReduceScatter
 from tests.on_ranks import on_ranks
 from tests.told import told
@@ -76,3 +77,13 @@ def test_wrong_uses_are_errors_that_say_what_to_do(hvd: Any) -> None:
         reduce(torch.empty(4), torch.ones(4 * size), dist.group.WORLD, dist.ReduceOp.MAX)
     with told(TypeError, "init_process_group"):
         reduce(torch.empty(4), torch.ones(4 * size), None, dist.ReduceOp.SUM)
+
+
+def test_ranks_with_other_codecs_are_told(hvd: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for elements in (4, ELEMENTS):
+        on = dist.new_group(list(range(size)))
+        codec = hvd.Compression.int8(compress="everywhere") if rank == 0 else hvd.Compression.int8
+        with told(MismatchError, "codec", "[0]"):
+            ReduceScatter(codec)(torch.empty(elements), torch.ones(size * elements), on, dist.ReduceOp.SUM)
+        dist.destroy_process_group(on)
