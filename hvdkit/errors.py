@@ -64,9 +64,10 @@ class PeerFailedError(_PeerError):
 
 
 class StallError(HorovodInternalError):
-    """A tensor that some ranks did not submit within ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
+    """An operation that some ranks did not submit in time; these ranks are alive.
 
-    Raised on the ranks that wait for it; the message names the tensor and the late ranks, which are alive. What to do:
+    The time is ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``, in a process group of ``torch.distributed`` its timeout. Raised
+    on the ranks that wait; the message names the tensor or operation, and the late ranks. What to do:
     have all ranks call the same operations equally often, or ``hvd.join()`` where a rank has less data.
     """
 

@@ -1,4 +1,4 @@
-"""The end of an operation in flight, for which threads wait and which may call back."""
+"""Completion of operations in flight: threads wait for it, and callbacks run at it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALT_SECONDS = 5.0  # a round that takes longer is stuck in a library
 
 
 class Completion:
-    """An operation until it is done. Callbacks run on the thread that ends it, without a caller that waits."""
+    """The end of an operation in flight. Callbacks run on the thread that ends it, without a caller that waits."""
 
     def __init__(self, waiting: WaitingThreads) -> None:
         self._waiting = waiting
@@ -37,7 +37,7 @@ class Completion:
             until = None if seconds is None else monotonic() + seconds
             self._waiting.wait(self, lambda: self.is_over or (until is not None and monotonic() > until))
             if not self.is_over:
-                with self._waiting.driver.halted(HALT_SECONDS):  # to ask for whom it waits would move it on
+                with self._waiting.driver.halted(HALT_SECONDS):  # a look at the peers would move it on
                     stalled = self.stalled(seconds or 0.0)
                 raise StallError(stalled)
         if self.error is not None:

@@ -146,10 +146,10 @@ class NamedOperations:
 
         ``sources``: arrays of the same shapes that hold the values until the operation is done, if not ``arrays``.
         """
-        small, described, turn = self.groups.small_reductions.get(call.process_set_id), None, None
+        small, turn_call, turn = self.groups.small_reductions.get(call.process_set_id), None, None
         if small is not None and len(arrays) == 1:
-            described = small.described(arrays[0], request, call)
-        if small is not None and described is not None and isinstance(arrays[0], np.ndarray):
+            turn_call = small.turn_call(arrays[0], request, call)
+        if small is not None and turn_call is not None and isinstance(arrays[0], np.ndarray):
             if call.name is None:
                 call = call._replace(number=self.count("allreduce", call.process_set_id))
             elif call.name in small.under_way:
@@ -159,7 +159,7 @@ class NamedOperations:
             negotiates = call.wake or is_busy or self._telemetry.timeline is not None
             self._waiting.submitters.add(get_ident())
             began, source = perf_counter(), None if sources is None else sources[0]
-            turn = small.reduce(arrays[0], source, described, call, negotiates)
+            turn = small.reduce(arrays[0], source, turn_call, call, negotiates)
             self._telemetry.statistics.waited(perf_counter() - began)
             if turn is None:
                 if self.submitting is not None:

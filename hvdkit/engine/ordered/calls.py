@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdkit.collectives.group import Array
 from hvdkit.compression import CASTS, Codec, CodecState
+from hvdkit.engine.ranks.turns import Reading
 from hvdkit.kernels import ONE, ReduceOp, Scale
 
 Words = tuple[int, int, int, int, int, int]
@@ -28,15 +29,6 @@ class CollectiveKind(IntEnum):
     SCATTER = 7
     REDUCE_SCATTER = 8
     ALL_TO_ALL = 9
-
-
-class Reading(IntEnum):
-    """The data that a rank reads of the parts of all ranks, by the numbers of transports/csrc/turns_module.cpp."""
-
-    NOTHING = 0
-    REDUCE = 1
-    GATHER = 2
-    COPY = 3
 
 
 class Description(NamedTuple):
@@ -120,7 +112,7 @@ NO_ARRAY = np.empty(0, dtype=np.uint8)
 
 
 def reading_of(call: Collective, me: int, size: int) -> tuple[Reading, int]:
-    """Return what rank ``me`` of ``size`` reads when each rank has published its ``source``, and from which byte."""
+    """Return the reading of rank ``me`` of ``size`` once each rank has published its ``source``, and its first byte."""
     kind, is_root = call.kind, call.description.root == me
     if kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE):
         return (Reading.REDUCE if kind == CollectiveKind.ALL_REDUCE or is_root else Reading.NOTHING), 0
@@ -156,7 +148,7 @@ def parts_of(array: Array, size: int) -> list[Array]:
 
 
 def mismatch(number: int, descriptions: Sequence[Description], ranks: Sequence[int]) -> str:
-    """Return the difference between the calls of ``ranks`` in one place of their order, for an error."""
+    """Return the error text for calls of ``ranks`` that differ at one place of their order."""
     by_text: dict[str, list[int]] = {}
     for rank, description in zip(ranks, descriptions, strict=True):
         by_text.setdefault(str(description), []).append(rank)
@@ -168,7 +160,7 @@ def mismatch(number: int, descriptions: Sequence[Description], ranks: Sequence[i
 
 
 def wrong_lengths(call: Collective, lengths: Array, ranks: Sequence[int]) -> str:
-    """Return why the parts of ``ranks`` do not go together, for an error; empty if they do.
+    """Return an error text if the lengths of the parts that ``ranks`` send and expect differ, else an empty text.
 
     ``lengths``: for each rank the bytes that it sends to each rank, then those that it expects of each.
     """
@@ -185,5 +177,5 @@ def wrong_lengths(call: Collective, lengths: Array, ranks: Sequence[int]) -> str
 
 
 def lengths_of(call: Collective) -> Array:
-    """Return the bytes of a call's parts: of those that go to each rank, then of those that come."""
+    """Return the sizes of a call's parts in bytes: first of the outgoing parts, then of the incoming ones."""
     return np.array([part.nbytes for part in (*call.outgoing, *call.incoming)], dtype="<i8")

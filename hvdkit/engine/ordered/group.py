@@ -8,17 +8,19 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from hvdkit.collectives.group import Group, Steps
 from hvdkit.engine.loop.completion import HALT_SECONDS, Completion
 from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.ordered.between_nodes import NetworkRunner
 from hvdkit.engine.ordered.calls import Collective
-from hvdkit.engine.ordered.ways import BUSY, Ways
-from hvdkit.engine.ranks.turns import COMPLETE
+from hvdkit.engine.ordered.within_node import NodeRunner
+from hvdkit.engine.ranks.groups import layout_of, ordered_segment, turns_of
+from hvdkit.engine.ranks.turns import BUSY, COMPLETE
 from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, StallError, in_words
 
 if TYPE_CHECKING:
-    from hvdkit.collectives.group import Group
     from hvdkit.engine.loop.driver import Driver
     from hvdkit.engine.loop.waiting import WaitingThreads
     from hvdkit.engine.session.core import Engine
@@ -27,6 +29,19 @@ if TYPE_CHECKING:
 # most of a millisecond, in which the other ranks' next operation misses this rank, and so on. Therefore the operation
 # after one that ended soon after all spins longer, once: then the ranks are in step again.
 PATIENCE_SECONDS, NEXT_PATIENCE_SECONDS = 200e-6, 2e-3
+
+
+class Runner(Protocol):
+    """The algorithms for the calls of one group."""
+
+    def run_now(self, call: Collective, number: int, seconds: float) -> int:
+        """Try for ``seconds`` to run a call at once; return the state of its turn."""
+
+    def run(self, call: Collective, number: int, has_arrived: bool) -> Steps[None]:
+        """Run a call. ``has_arrived``: its part is published already. Raises MismatchError on all ranks."""
+
+    def close(self) -> None:
+        """Give the memory of the group back."""
 
 
 class OrderedOperation(Completion):
@@ -47,9 +62,9 @@ class OrderedGroup:
     """The calls of one group, in order. Only the ranks ``members`` make it, together."""
 
     def __init__(
-        self, engine: Engine, group: Group, ways: Ways, number: int, name: str, seconds: float, spins: bool
+        self, engine: Engine, group: Group, runner: Runner, number: int, name: str, seconds: float, spins: bool
     ) -> None:
-        self._engine, self._ways = engine, ways
+        self._engine, self._runner = engine, runner
         self.group, self.number, self.name, self.seconds = group, number, name, seconds
         self._spins, self._patience = spins, PATIENCE_SECONDS
         self.lock = threading.RLock()  # callers and the driver take the queue in turn
@@ -74,7 +89,7 @@ class OrderedGroup:
             state = BUSY
             # What else is in flight must go on meanwhile, and other ranks may wait for it.
             if self._spins and not self._queue and not self._engine.rounds.busy():
-                state = self._ways.run_now(call, number, self._patience)
+                state = self._runner.run_now(call, number, self._patience)
                 self._patience = PATIENCE_SECONDS
                 if state == COMPLETE:
                     call.finished()
@@ -125,7 +140,7 @@ class OrderedGroup:
             self.fail(error)
             self._engine.messages.fail(error, self)
             self._engine.ordered.pop(self.number, None)
-            self._ways.close()
+            self._runner.close()
 
     def check_process(self) -> None:
         """Raise ForkedChildError in a process that was forked from the rank."""
@@ -160,20 +175,20 @@ class OrderedGroup:
         self._engine.operations.append(self._running)
 
     def _steps(self, operation: OrderedOperation) -> Any:
-        """Run the way of an operation. Returns its error where that is the ranks' or the caller's, not the engine's."""
+        """Run an operation. Returns an error that the ranks' calls or the caller's tensors caused; raises others."""
         try:
-            yield from self._ways.run(operation.call, operation.number, operation.has_arrived)
+            yield from self._runner.run(operation.call, operation.number, operation.has_arrived)
         except MismatchError as error:
             return error
         try:
             operation.call.finished()
-        except Exception as error:  # of the caller's tensors, with which the other ranks have nothing to do
+        except Exception as error:  # the caller's tensors caused it; the other ranks are not affected
             return error
         return None
 
     def _ended(self, error: Exception | None) -> None:
-        """Go on with the next operation; on the driver's thread."""
-        if self._running is None:  # it has failed in this round
+        """End the first operation of the queue and begin the next one; on the driver's thread."""
+        if self._running is None:  # the group failed in this round
             return
         self._running = None
         if isinstance(error, MismatchError):
@@ -198,3 +213,18 @@ def _again(error: HorovodInternalError) -> tuple[Any, ...]:
     text = f"an earlier operation of this group failed: {error}"
     rank = getattr(error, "rank", None)
     return (text,) if rank is None else (text, rank)
+
+
+def make_group(engine: Engine, members: Sequence[int], number: int, name: str, seconds: float) -> OrderedGroup:
+    """Return a group of the ranks ``members``; see Engine.ordered_group."""
+    group = Group(engine.transport, members, engine.groups.choice)
+    spin_seconds = engine.groups.pass_spin_seconds
+    group.layout = layout_of(group, ordered_segment(number), spin_seconds)
+    turns = turns_of(group)
+    runner: Runner = NetworkRunner(group, number)
+    if turns is not None:
+        from hvdkit.transports.node.transport import NodeTransport
+
+        assert isinstance(engine.transport, NodeTransport)
+        runner = NodeRunner(group, number, turns, engine.transport.arenas_of(group.members))
+    return OrderedGroup(engine, group, runner, number, name, seconds, spin_seconds > 0.0)

@@ -36,10 +36,10 @@ class Message(Completion):
     """
 
     def __init__(
-        self, engine: Engine, group: OrderedGroup, what: str, array: Array, peers: Sequence[int], tag: int
+        self, engine: Engine, group: OrderedGroup, action: str, array: Array, peers: Sequence[int], tag: int
     ) -> None:
         super().__init__(engine.waiting)
-        self._me, self._what = engine.mailbox.me(), what
+        self._me, self._action = engine.mailbox.me(), action
         self.group, self.array, self.peers, self.tag = group, array, list(peers), tag
         self.source = -1
         self.local: Any = None  # the transfer within the node
@@ -47,7 +47,7 @@ class Message(Completion):
 
     def __str__(self) -> str:
         size = f"{self.array.nbytes} bytes with tag {self.tag}"
-        return f"{self._what} ranks {self.peers}: {size} in group '{self.group.name}'"
+        return f"{self._action} ranks {self.peers}: {size} in group '{self.group.name}'"
 
     def stalled(self, seconds: float) -> str:
         return (
@@ -57,7 +57,7 @@ class Message(Completion):
         )
 
     def awaited(self) -> list[int]:
-        """Return the rank that this one waits for, none while it may be any of several."""
+        """Return the peer in a list; an empty list while several peers may send the message."""
         return self.peers if len(self.peers) == 1 else []
 
 
@@ -82,9 +82,11 @@ class Messages:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        rank = engine.topology.rank
+        self._node = next((node for node in engine.transport.nodes if rank in node), [])  # the ranks of this node
         self._in_flight: dict[Message, Operation] = {}
         self._counts: defaultdict[int, int] = defaultdict(int)  # of messages sent to each rank of another node
-        # By group number and tag: what ranks of other nodes offer, and receives that wait for them.
+        # By group number and tag: offers from ranks of other nodes, and receives that wait for such offers.
         self._offers: defaultdict[tuple[int, int], deque[tuple[int, MessageOffer]]] = defaultdict(deque)
         self._receives: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
 
@@ -117,7 +119,7 @@ class Messages:
         return message
 
     def offered(self, sender: int, offer: MessageOffer) -> None:
-        """Take note of a message that a rank of another node has sent. Raises ValueError for numbers of no message."""
+        """Record the offer of a message by a rank of another node. Raises ValueError for numbers of no message."""
         if not all(isinstance(number, int) for number in offer) or not 0 <= offer.nbytes < 1 << 48:
             raise ValueError(f"no message: {offer}")
         self._offers[offer.group, offer.tag].append((sender, offer))
@@ -138,9 +140,7 @@ class Messages:
 
     def _rings(self, peers: Sequence[int]) -> list[int]:
         """Return the ranks among ``peers`` that share memory with this rank."""
-        nodes, rank = self._engine.transport.nodes, self._engine.topology.rank
-        here = next((node for node in nodes if rank in node), ())
-        return [peer for peer in peers if peer in here]
+        return [peer for peer in peers if peer in self._node]
 
     def _begin_send(self, message: Message) -> None:
         peer = message.peers[0]
@@ -179,8 +179,7 @@ class Messages:
         if message.remote is not None:
             message.source = members.index(message.remote.peer)
         elif message.local.source() >= 0:
-            here = next(node for node in self._engine.transport.nodes if self._engine.topology.rank in node)
-            sender = here[message.local.source()]
+            sender = self._node[message.local.source()]
             message.source = members.index(sender)
             if (nbytes := message.local.wrong_bytes()) >= 0:
                 error = MismatchError(self._wrong_length(message, sender, nbytes))
@@ -204,7 +203,7 @@ class Messages:
             sender, offer = match
             if offer.nbytes != message.array.nbytes:
                 discarded = self._engine.transport.irecv(np.empty(offer.nbytes, np.uint8), sender, offer.data_tag)
-                steps = iter_once([discarded])
+                steps = _wait_for([discarded])
                 self._engine.operations.append(Operation("a message", steps, self._engine.transport, lambda _: None))
                 self._drop(message, MismatchError(self._wrong_length(message, sender, offer.nbytes)))
                 continue
@@ -232,7 +231,7 @@ class Messages:
         message.end(error)
 
 
-def iter_once(transfers: list[Transfer]) -> Steps[None]:
+def _wait_for(transfers: list[Transfer]) -> Steps[None]:
     """Wait for transfers."""
     yield transfers
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from enum import IntEnum
 from hashlib import blake2b
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,8 +31,16 @@ NEXT_PATIENCE_SECONDS = 2e-3
 VAIN_TURNS, SKIPPED_TURNS = 4, 32
 MOST_CALLS = 4096  # calls whose words are remembered
 LATEST_TURN = 1 << 47  # turns have 48 bits in the memory of the ranks
-OPEN, COMPLETE, WITHDRAWN, DIFFERENT = 1, 2, 3, 4  # the states of a turn, in transports/csrc/turns.h; 0 is busy
-REDUCE = 1  # what a rank reads, in transports/csrc/turns_module.cpp
+BUSY, OPEN, COMPLETE, WITHDRAWN, DIFFERENT = range(5)  # the states of a turn, in transports/csrc/turns.h
+
+
+class Reading(IntEnum):
+    """The data that a rank reads of the parts of all ranks, by the numbers of transports/csrc/turns_module.cpp."""
+
+    NOTHING = 0
+    REDUCE = 1
+    GATHER = 2
+    COPY = 3
 
 
 def most_bytes(ranks: int) -> int:
@@ -39,8 +48,8 @@ def most_bytes(ranks: int) -> int:
     return max(4 * 1024, 128 * 1024 // ranks)
 
 
-class Described(NamedTuple):
-    """A call as its ranks compare it, but for a number of its own, and its reduction."""
+class TurnCall(NamedTuple):
+    """The facts about a small allreduce that its ranks compare, without its number, and its reduction."""
 
     digest: int  # of name, dtype, shape and operation
     factor: int  # of the result, as bits
@@ -60,21 +69,21 @@ class SmallReductions:
         self._group, self._turns = group, turns
         self._give_back = give_back  # frees the memory of the turns
         self._lock = Lock()
-        self._described: dict[Any, Described | None] = {}
+        self._turn_calls: dict[Any, TurnCall | None] = {}
         self._in_vain, self._has_left = 0, False
         self.turn = 0  # the last one of this rank
         self.reduced = 0  # how many calls went this way
         self.under_way: set[str | None] = set()  # the names of the calls that this rank runs now
 
-    def described(self, array: Array | DeviceArray, request: ReduceRequest, call: Call) -> Described | None:
-        """Return what describes a call to the other ranks; None if it has no turn, on all ranks that make this call."""
+    def turn_call(self, array: Array | DeviceArray, request: ReduceRequest, call: Call) -> TurnCall | None:
+        """Return the facts about a call that its ranks compare; None, on all of them, if the call has no turn."""
         op, encodes = request.op, request.codec.encodes
         content = call.name, array.dtype, array.shape, op, request.prescale, request.postscale, encodes, call.device
-        if content in self._described:
-            return self._described[content]
-        if len(self._described) >= MOST_CALLS:
-            self._described.clear()
-        described = None
+        if content in self._turn_calls:
+            return self._turn_calls[content]
+        if len(self._turn_calls) >= MOST_CALLS:
+            self._turn_calls.clear()
+        turn_call = None
         if (
             isinstance(array, np.ndarray)
             and array.nbytes <= self._turns.most_bytes()
@@ -86,19 +95,19 @@ class SmallReductions:
             (digest,) = struct.unpack("<Q", blake2b(text, digest_size=8).digest())
             (factor,) = struct.unpack("<Q", struct.pack("<d", request.postscale))
             action = effective(op, request.postscale, self._group.size)
-            described = Described(digest, factor, *action)
-        self._described[content] = described
-        return described
+            turn_call = TurnCall(digest, factor, *action)
+        self._turn_calls[content] = turn_call
+        return turn_call
 
     def reduce(
-        self, array: Array, source: Array | None, described: Described, call: Call, negotiates: bool
+        self, array: Array, source: Array | None, turn_call: TurnCall, call: Call, negotiates: bool
     ) -> int | None:
         """Reduce an array. Returns its turn if the call must be submitted, as always where the caller ``negotiates``.
 
         Returns None if the array is reduced.
         """
         name, number = call.name, call.number
-        words = described.digest, described.factor, 0 if number is None else number + 1, 0, 0, 0
+        words = turn_call.digest, turn_call.factor, 0 if number is None else number + 1, 0, 0, 0
         with self._lock:
             self.turn = turn = self.turn + 1
             if self._has_left:
@@ -108,7 +117,7 @@ class SmallReductions:
                 self._turns.withdraw(turn)
                 return turn
             flat = array.reshape(-1)
-            reading = flat, REDUCE, 0, 0, described.op, described.scale
+            reading = flat, Reading.REDUCE, 0, 0, turn_call.op, turn_call.scale
             self.under_way.add(name)
             try:
                 patience = NEXT_PATIENCE_SECONDS if self._in_vain == 1 else PATIENCE_SECONDS

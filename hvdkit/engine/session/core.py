@@ -17,8 +17,7 @@ from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.loop.waiting import WaitingThreads
 from hvdkit.engine.ops.batch import Handle, Submission
 from hvdkit.engine.ops.requests import Key
-from hvdkit.engine.ordered.group import OrderedGroup
-from hvdkit.engine.ordered.making import make_group
+from hvdkit.engine.ordered.group import OrderedGroup, make_group
 from hvdkit.engine.ordered.messages import Messages
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.topology import Topology

@@ -6,23 +6,15 @@ import ctypes
 from collections import Counter
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.engine.loop.completion import Completion
-from hvdkit.kernels.dtypes import Array
+from hvdkit.kernels.dtypes import DTYPES, Array
 
-DTYPES = {
-    getattr(torch, name): np.dtype(name)
-    for name in (
-        "float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32",
-        "uint64",
-    )
-}  # fmt: skip
-DTYPES[torch.bfloat16] = np.dtype(ml_dtypes.bfloat16)
+_DTYPES = {getattr(torch, name): dtype for name, dtype in DTYPES.items()}
 _BYTES = np.dtype(np.uint8)
 
 SIZES_KEPT = 256
@@ -35,7 +27,7 @@ def bytes_of(function: str, tensor: Tensor) -> Array:
 
 def array_of(function: str, tensor: Tensor) -> Array:
     """Return a tensor's memory as a flat array that the kernels can reduce. Raises TypeError for other dtypes."""
-    dtype = DTYPES.get(tensor.dtype)
+    dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise TypeError(f"{function}: tensors of {tensor.dtype} cannot be reduced")
     return _memory_of(function, tensor, dtype)

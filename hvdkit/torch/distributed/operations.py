@@ -15,14 +15,14 @@ from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.torch.distributed.memory import Adoption, array_of, bytes_of
 from hvdkit.torch.distributed.reductions import AVERAGE, REDUCTIONS, TorchReduction, name_of
 from hvdkit.torch.distributed.tensors import (
-    apart,
     call_with_parts,
     check_count,
     check_same_dtype,
     check_sizes,
+    copier_to,
     dense_output,
-    giving_back,
-    spreading,
+    separate_source,
+    with_result_in,
 )
 from hvdkit.torch.distributed.work import HvdkitWork
 
@@ -51,7 +51,7 @@ class TensorOperations:
         for tensor in tensors:
             dense = reduction.scaled(tensor).contiguous()
             call = self._reducing("all_reduce", CollectiveKind.ALL_REDUCE, dense, dense, reduction)
-            calls.append(giving_back(call, tensor, dense))
+            calls.append(with_result_in(call, tensor, dense))
         return self._run(calls, tensors, waits)
 
     def reduce(self, tensor: Tensor, root: int, reduction: TorchReduction, waits: bool) -> HvdkitWork | None:
@@ -59,7 +59,7 @@ class TensorOperations:
         dense = reduction.scaled(tensor).contiguous()
         call = self._reducing("reduce", CollectiveKind.REDUCE, dense, dense, reduction, root)
         if self._rank == root:
-            giving_back(call, tensor, dense)
+            with_result_in(call, tensor, dense)
         else:
             call.target = NO_ARRAY
         return self._run([call], [tensor], waits)
@@ -72,7 +72,7 @@ class TensorOperations:
             array = bytes_of("broadcast", dense)
             description = Description(CollectiveKind.BROADCAST, name_of(tensor), tensor.numel(), root=root)
             call = Collective(description, array if is_root else NO_ARRAY, NO_ARRAY if is_root else array)
-            calls.append(call if is_root else giving_back(call, tensor, dense))
+            calls.append(call if is_root else with_result_in(call, tensor, dense))
         return self._run(calls, tensors, waits)
 
     def all_gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], waits: bool) -> HvdkitWork | None:
@@ -85,9 +85,9 @@ class TensorOperations:
             self._adoption.see(tensor)
             into = dense_output(output)
             description = Description(CollectiveKind.ALL_GATHER, name_of(tensor), tensor.numel())
-            source = apart(tensor.contiguous(), into, self._rank)
+            source = separate_source(tensor.contiguous(), into, self._rank)
             call = Collective(description, bytes_of(function, source), bytes_of(function, into))
-            calls.append(giving_back(call, output, into))
+            calls.append(with_result_in(call, output, into))
         return self._run(calls, outputs, waits)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, waits: bool) -> HvdkitWork | None:
@@ -103,7 +103,7 @@ class TensorOperations:
         else:
             whole = tensor.new_empty(self._size * tensor.numel())
             description = Description(CollectiveKind.ALL_GATHER, name_of(tensor), tensor.numel())
-            call = Collective(description, source, bytes_of(function, whole), finished=spreading(outputs, whole))
+            call = Collective(description, source, bytes_of(function, whole), finished=copier_to(outputs, whole))
         return self._run([call], outputs, waits)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, waits: bool) -> HvdkitWork | None:
@@ -116,7 +116,7 @@ class TensorOperations:
                 check_same_dtype("gather", output, tensor)
                 check_sizes("gather", output, tensor.numel(), "the input's elements")
             whole = tensor.new_empty(self._size * tensor.numel())
-            call.target, call.finished = bytes_of("gather", whole), spreading(outputs, whole)
+            call.target, call.finished = bytes_of("gather", whole), copier_to(outputs, whole)
         return self._run([call], outputs, waits)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int, waits: bool) -> HvdkitWork | None:
@@ -130,7 +130,7 @@ class TensorOperations:
             source = bytes_of("scatter", torch.cat([tensor.reshape(-1) for tensor in inputs]))
         into = dense_output(output)
         description = Description(CollectiveKind.SCATTER, name_of(output), output.numel(), root=root)
-        call = giving_back(Collective(description, source, bytes_of("scatter", into)), output, into)
+        call = with_result_in(Collective(description, source, bytes_of("scatter", into)), output, into)
         return self._run([call], [output], waits)
 
     def reduce_scatter_single(
@@ -143,15 +143,15 @@ class TensorOperations:
             check_sizes(function, tensor, output.numel() * self._size, f"{self._size} times the output's elements")
             check_same_dtype(function, output, tensor)
             into = dense_output(output)
-            source = apart(reduction.scaled(tensor).contiguous(), into, self._rank)
+            source = separate_source(reduction.scaled(tensor).contiguous(), into, self._rank)
             call = self._reducing(function, CollectiveKind.REDUCE_SCATTER, source, into, reduction)
-            calls.append(giving_back(call, output, into))
+            calls.append(with_result_in(call, output, into))
         return self._run(calls, outputs, waits)
 
     def reduce_scatter_encoded(
         self, output: Tensor, tensor: Tensor, reduction: TorchReduction, waits: bool, codec: Codec, state: CodecState
     ) -> HvdkitWork | None:
-        """Reduce as ``reduce_scatter_single``, of which a codec's payloads travel."""
+        """Reduce as ``reduce_scatter_single``, with the gradients encoded by a codec that keeps ``state``."""
         function = "fsdp.ReduceScatter"
         if REDUCTIONS.get(reduction.number, ("", None))[1] != ReduceOp.SUM or tensor.dtype not in _FLOATS:
             raise ValueError(f"{function}: expected a sum or an average of floats, got {tensor.dtype}")
@@ -175,7 +175,7 @@ class TensorOperations:
         whole = reduction.scaled(whole)
         call = self._reducing(function, CollectiveKind.ALL_REDUCE, whole, whole, reduction)
         part = torch.split(whole, [tensor.numel() for tensor in inputs])[self._rank]
-        return self._run([giving_back(call, output, part)], [output], waits)
+        return self._run([with_result_in(call, output, part)], [output], waits)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], waits: bool
@@ -184,7 +184,7 @@ class TensorOperations:
         function = "all_to_all_single"
         check_same_dtype(function, output, tensor)
         into = dense_output(output)
-        source = apart(tensor.contiguous(), into)
+        source = separate_source(tensor.contiguous(), into)
         if output_splits or input_splits:
             outgoing = self._rows(source, input_splits, "input_split_sizes")
             call = call_with_parts(
@@ -203,7 +203,7 @@ class TensorOperations:
             check_sizes(function, output, tensor.numel(), "the input's elements")
             description = Description(CollectiveKind.ALL_TO_ALL, name_of(tensor), tensor.numel())
             call = Collective(description, bytes_of(function, source), bytes_of(function, into))
-        return self._run([giving_back(call, output, into)], [output], waits)
+        return self._run([with_result_in(call, output, into)], [output], waits)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], waits: bool) -> HvdkitWork | None:
         """Send ``inputs[r]`` to rank r, and receive its tensor for this rank in ``outputs[r]``."""

@@ -20,9 +20,7 @@ from hvdkit.torch.distributed.session import close_session, open_session
 from hvdkit.torch.distributed.work import HvdkitWork
 
 _GROUPS_KEY, _NUMBER_KEY = "hvdkit/groups", "hvdkit/number"
-
-
-_ProcessGroup: Any = dist.ProcessGroup  # whose stubs have overloads that nothing calls
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs have overloads that nothing calls
 
 
 class HvdkitProcessGroup(_ProcessGroup):  # type: ignore[misc]
@@ -65,7 +63,7 @@ class HvdkitProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "hvdkit"
 
-    # C++ asks the backends of a group for its name, of which this group has none.
+    # The C++ of these methods asks the group's backends; this group has none.
     def getGroupName(self) -> str:
         return self._name
 
@@ -82,7 +80,7 @@ class HvdkitProcessGroup(_ProcessGroup):  # type: ignore[misc]
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return what Python asks of a group's backend: NCCL's own for GPUs, else memory out of the arena for FSDP."""
+        """Return the backend of a device: NCCL's for GPUs; for the CPU the allocator that FSDP asks for memory."""
         return self._inner.nccl() if device.type == "cuda" else self._memory
 
     _device_types = property(lambda self: [torch.device("cpu")])

@@ -1,4 +1,4 @@
-"""Tensors of calls: checks, sources apart from their targets, and results that are brought to their places."""
+"""The tensors of calls: checks, copies of sources that overlap their targets, and copies of results to outputs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _with_mode(copy: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def apart(source: Tensor, target: Tensor, own_part: int | None = None) -> Tensor:
-    """Return the source, or a copy of it if the target overlaps it otherwise than as the part number ``own_part``."""
+def separate_source(source: Tensor, target: Tensor, own_part: int | None = None) -> Tensor:
+    """Return the source, or a copy if it overlaps the target and is not the target's part number ``own_part``."""
     begin, nbytes = source.data_ptr(), source.numel() * source.element_size()
     other, length = target.data_ptr(), target.numel() * target.element_size()
     if begin >= other + length or other >= begin + nbytes:
@@ -43,8 +43,8 @@ def apart(source: Tensor, target: Tensor, own_part: int | None = None) -> Tensor
     return source.clone()
 
 
-def giving_back(call: Collective, output: Tensor, dense: Tensor) -> Collective:
-    """Have a call bring its result from ``dense`` to the output, if that is another tensor. Returns the call."""
+def with_result_in(call: Collective, output: Tensor, dense: Tensor) -> Collective:
+    """Return the call, which copies its result from ``dense`` to the output if these are different tensors."""
     if dense is not output:
         call.finished = _with_mode(lambda: output.copy_(dense.view(output.shape)))  # type: ignore[arg-type]
     return call
@@ -66,24 +66,29 @@ def call_with_parts(
     return Collective(description, NO_ARRAY, NO_ARRAY, outgoing=outgoing, incoming=incoming, finished=_with_mode(copy))
 
 
-def spreading(outputs: Sequence[Tensor], whole: Tensor) -> Callable[[], None]:
-    def spread() -> None:
+def copier_to(outputs: Sequence[Tensor], whole: Tensor) -> Callable[[], None]:
+    """Return a function that copies equal parts of ``whole`` to the outputs."""
+
+    def copy() -> None:
         for output, part in zip(outputs, whole.chunk(len(outputs)), strict=True):
             output.copy_(part.view(output.shape))
 
-    return _with_mode(spread)
+    return _with_mode(copy)
 
 
 def check_count(function: str, tensors: Sequence[Tensor], count: int) -> None:
+    """Raise ValueError unless there are ``count`` tensors."""
     if len(tensors) != count:
         raise ValueError(f"{function}: expected a list of {count} tensors, one for each rank, got {len(tensors)}")
 
 
-def check_sizes(function: str, tensor: Tensor, count: int, what: str) -> None:
+def check_sizes(function: str, tensor: Tensor, count: int, expected: str) -> None:
+    """Raise ValueError unless a tensor has ``count`` elements; ``expected`` says in words why so many."""
     if tensor.numel() != count:
-        raise ValueError(f"{function}: expected a tensor of {count} elements, {what}, got {tuple(tensor.shape)}")
+        raise ValueError(f"{function}: expected a tensor of {count} elements, {expected}, got {tuple(tensor.shape)}")
 
 
 def check_same_dtype(function: str, output: Tensor, tensor: Tensor) -> None:
+    """Raise TypeError if an output has another dtype than the input."""
     if output.dtype != tensor.dtype:
         raise TypeError(f"{function}: expected an output of the input's dtype {tensor.dtype}, got {output.dtype}")

@@ -17,9 +17,9 @@ from hvdkit.torch.distributed import callbacks
 class HvdkitWork(dist.Work):
     """An operation in flight, or done if ``operation`` is None; ``tensors`` have its result."""
 
-    def __init__(self, operation: Completion | None, tensors: Sequence[Tensor], source: int = -1) -> None:
+    def __init__(self, operation: Completion | None, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self._operation, self._tensors, self._source = operation, list(tensors), source
+        self._operation, self._tensors = operation, list(tensors)
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -44,7 +44,7 @@ class HvdkitWork(dist.Work):
         return self._tensors
 
     def _source_rank(self) -> int:
-        return self._source if self._operation is None else getattr(self._operation, "source", self._source)
+        return getattr(self._operation, "source", -1)
 
     def get_future(self) -> Any:
         """Return a Future of the tensors. An operation's error is raised by it, in C++ too."""

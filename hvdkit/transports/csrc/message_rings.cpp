@@ -56,7 +56,7 @@ std::shared_ptr<Message> MessageRings::send(std::size_t peer, std::uint64_t tag,
     auto message = std::make_shared<Message>();
     message->keep = std::move(keep);
     Lane& lane = peers_[peer].data;
-    lane.outgoing.push_back(Outgoing{tag, data, nbytes, 0, false, message, {}});
+    lane.outgoing.push_back(Outgoing{tag, data, nbytes, 0, message, {}});
     if (push(lane)) bells_[peer]->ring();
     return message;
 }
@@ -65,7 +65,7 @@ void MessageRings::send_control(std::size_t peer, std::string payload) {
     const std::lock_guard<std::mutex> guard(mutex_);
     Lane& lane = peers_[peer].control;
     const std::size_t nbytes = payload.size();
-    lane.outgoing.push_back(Outgoing{0, nullptr, nbytes, 0, false, nullptr, std::move(payload)});
+    lane.outgoing.push_back(Outgoing{0, nullptr, nbytes, 0, nullptr, std::move(payload)});
     if (push(lane)) bells_[peer]->ring();
 }
 

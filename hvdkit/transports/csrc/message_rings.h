@@ -64,7 +64,6 @@ class MessageRings {
         const std::byte* data;
         std::size_t nbytes;
         std::size_t sent;
-        bool begun;
         std::shared_ptr<Message> message;  // none for a control message,
         std::string payload;               // which is here
     };

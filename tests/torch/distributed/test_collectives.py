@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvdkit.engine.ordered.ways import NodeWays
+from hvdkit.engine.ordered.within_node import NodeRunner
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.told import told
@@ -441,16 +441,16 @@ def test_an_operation_in_the_arena_is_over_when_all_ranks_are_through(hvd: Any) 
     memory = dist.group.WORLD._get_backend(torch.device("cpu"))
     if not memory.supports_tensor_alloc(torch.device("cpu")):
         raise Skip("there is no arena")
-    rank, size, ways = dist.get_rank(), dist.get_world_size(), NodeWays._run_in_place
+    rank, size, run_in_place = dist.get_rank(), dist.get_world_size(), NodeRunner._run_in_place
     in_place = []
 
     def slowly(*arguments: Any) -> None:
         in_place.append(arguments)
         if rank == size - 1:
             time.sleep(0.5)
-        ways(*arguments)
+        run_in_place(*arguments)
 
-    NodeWays._run_in_place = slowly  # type: ignore[method-assign]
+    NodeRunner._run_in_place = slowly  # type: ignore[method-assign]
     try:
         tensor = memory.allocate_tensor(LARGE, dtype=torch.float32, device=torch.device("cpu"))
         tensor.copy_(values(rank, LARGE))
@@ -463,7 +463,7 @@ def test_an_operation_in_the_arena_is_over_when_all_ranks_are_through(hvd: Any) 
         tensor.zero_()
         check(output, torch.cat(of_all(LARGE)))
     finally:
-        NodeWays._run_in_place = ways  # type: ignore[method-assign]
+        NodeRunner._run_in_place = run_in_place  # type: ignore[method-assign]
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     assert len(in_place) == (2 if size > 1 and NODE_MEMORY and one_node else 0)
 

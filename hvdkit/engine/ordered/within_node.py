@@ -1,13 +1,13 @@
-"""The ways of a collective call within a node: parts published at its turn, its chunks, or memory that all ranks map.
+"""Collective calls within a node: by parts published at a turn, by chunks, or in memory that all ranks map.
 
-The ways are generators that yield transfers, as the algorithms in ``hvdkit.collectives``.
+The methods are generators that yield transfers, as the algorithms in ``hvdkit.collectives``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,27 +31,13 @@ from hvdkit.engine.ordered.calls import (
     wrong_lengths,
 )
 from hvdkit.engine.ranks.assignments import ordered_tag
-from hvdkit.engine.ranks.turns import COMPLETE, DIFFERENT, OPEN
+from hvdkit.engine.ranks.turns import BUSY, COMPLETE, DIFFERENT, OPEN, Reading
 from hvdkit.errors import MismatchError
 
-BUSY = 0
 SPIN_SECONDS = 20e-6  # for which a wait at a turn watches the other ranks before other operations get on
 
 
-class Ways(Protocol):
-    """The ways of calls in one group."""
-
-    def run_now(self, call: Collective, number: int, seconds: float) -> int:
-        """Try for ``seconds`` to run a call at once; return the state of its turn."""
-
-    def run(self, call: Collective, number: int, has_arrived: bool) -> Steps[None]:
-        """Run a call. ``has_arrived``: its part is published already. Raises MismatchError on all ranks."""
-
-    def close(self) -> None:
-        """Give the memory of the group back."""
-
-
-class _AtTurn:
+class _TurnWait:
     """A wait, like a transfer, until ``behind`` returns none of the group's ranks."""
 
     __slots__ = ("_behind", "_members", "_turns", "peer")
@@ -71,10 +57,10 @@ class _AtTurn:
         return self._turns is None
 
 
-class NodeWays:
-    """The ways between ranks that all share memory, in which ``turns`` lie, at which they meet.
+class NodeRunner:
+    """The runner of calls in a group whose ranks all share memory; ``turns``: the group's turns in that memory.
 
-    ``arenas``: the ranks' arenas, None for those that this rank cannot map.
+    ``arenas``: the arena of each rank, None for an arena that this rank cannot map.
     """
 
     def __init__(self, group: Group, group_number: int, turns: Any, arenas: Sequence[Any]) -> None:
@@ -84,6 +70,7 @@ class NodeWays:
         self._has_arenas = all(arena is not None for arena in self._arenas)
 
     def run_now(self, call: Collective, number: int, seconds: float) -> int:
+        """Try for ``seconds`` to run a call at once; return the state of its turn."""
         if not self._fits(call):
             return BUSY
         reading = reading_of(call, self._group.rank, self._group.size)
@@ -94,11 +81,12 @@ class NodeWays:
         return state
 
     def run(self, call: Collective, number: int, has_arrived: bool) -> Steps[None]:
+        """Run a call. ``has_arrived``: its part is published already. Raises MismatchError on all ranks."""
         turns, group = self._turns, self._group
         if self._fits(call):
             yield from self._meet(call, number, has_arrived, call.source)
-            how, begin = reading_of(call, group.rank, group.size)
-            turns.read(number, call.target, how, begin, call.description.root, call.op, call.scale)
+            reading, begin = reading_of(call, group.rank, group.size)
+            turns.read(number, call.target, reading, begin, call.description.root, call.op, call.scale)
             return
         call = with_parts(call, group.rank, group.size)
         tag = ordered_tag(self._group_number, number)
@@ -110,7 +98,7 @@ class NodeWays:
         if call.outgoing:
             yield from self._meet(call, number, has_arrived, lengths_of(call))
             lengths = np.empty((group.size, 2 * group.size), dtype="<i8")
-            turns.read(number, lengths.reshape(-1), 2, 0, 0, call.op, call.scale)
+            turns.read(number, lengths.reshape(-1), Reading.GATHER, 0, 0, call.op, call.scale)
             if wrong := wrong_lengths(call, lengths, group.members):
                 raise MismatchError(wrong)
             yield from exchange.alltoall(group, call.outgoing, call.incoming, tag)
@@ -127,7 +115,7 @@ class NodeWays:
                 self._run_in_place(call, self._sources(call, offsets))
                 turns.finish(number)
                 # The others may still read this rank's memory, and write to it.
-                yield [_AtTurn(turns, partial(turns.readers, number), group.members)]
+                yield [_TurnWait(turns, partial(turns.readers, number), group.members)]
             else:
                 yield [Pass(staged or self._stage(call), self._staging.members, self._staging.spin_seconds)]
                 turns.finish(number)
@@ -139,6 +127,7 @@ class NodeWays:
                 ARENA.unpin([offset])
 
     def close(self) -> None:
+        """Give the memory of the group back when its last rank leaves."""
         if self._turns.leave():
             self._staging.window.give_back(0, memoryview(self._staging.window).nbytes)
 
@@ -151,10 +140,10 @@ class NodeWays:
         """Publish a call with this rank's part of it, wait for the other ranks, and compare."""
         turns, members, words = self._turns, self._group.members, words_of(call.description, own)
         while not has_arrived and turns.arrive(number, words, part) == BUSY:
-            yield [_AtTurn(turns, partial(turns.readers, number - 2), members)]
+            yield [_TurnWait(turns, partial(turns.readers, number - 2), members)]
         state = turns.wait(number, self._staging.spin_seconds)
         if state == OPEN:
-            yield [_AtTurn(turns, partial(turns.absent, number), members)]
+            yield [_TurnWait(turns, partial(turns.absent, number), members)]
             state = turns.wait(number, 0.0)
         if state == DIFFERENT:
             descriptions = [description_of(words) for words in turns.words(number)]
@@ -221,7 +210,7 @@ class NodeWays:
 
 
 def encoded_reduce_scatter(group: Group, call: Collective, tag: int) -> Steps[None]:
-    """Run a reduce_scatter of which payloads travel. Raises PayloadError, also where ranks have other codecs."""
+    """Run a reduce_scatter whose data travels as a codec's payloads. Raises PayloadError for damaged payloads."""
     assert call.state is not None
     each, values = call.target.size, call.source.astype(np.float32)
     bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]

@@ -1,4 +1,4 @@
-"""The ways of a collective call between nodes: messages, and the memory of each node within it."""
+"""Collective calls between nodes: by messages, and within each node by its memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from hvdkit.engine.ordered.calls import (
     words_of,
     wrong_lengths,
 )
-from hvdkit.engine.ordered.ways import BUSY, encoded_reduce_scatter
+from hvdkit.engine.ordered.within_node import encoded_reduce_scatter
 from hvdkit.engine.ranks.assignments import ordered_tag
+from hvdkit.engine.ranks.turns import BUSY
 from hvdkit.errors import MismatchError
 
 COMPARED_TAG = 7  # of the eight tags of an operation, that of its description
 
 
-class WideWays:
-    """The ways in a group whose ranks do not all share memory."""
+class NetworkRunner:
+    """The runner of calls in a group whose ranks do not all share memory."""
 
     def __init__(self, group: Group, group_number: int) -> None:
         self._group, self._group_number = group, group_number
 
     def run_now(self, call: Collective, number: int, seconds: float) -> int:
+        """Return BUSY: no call between nodes runs at once."""
         return BUSY
 
     def run(self, call: Collective, number: int, has_arrived: bool) -> Steps[None]:
+        """Run a call. Raises MismatchError on all ranks."""
         group, tag = self._group, ordered_tag(self._group_number, number)
         call = with_parts(call, group.rank, group.size)
         yield from self._compare(call, number, tag + COMPARED_TAG)
@@ -105,8 +108,10 @@ class WideWays:
             yield from encoded_reduce_scatter(group, call, tag)
             return
         scratch = SCRATCH.take(source.nbytes)
-        buffer = scratch[: source.nbytes].view(source.dtype)
-        buffer[...] = source  # it is used up
-        bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]
-        call.target[...] = yield from exchange.reduce_scatter(group, buffer, bounds, call.op, call.scale, tag)
-        SCRATCH.give_back(scratch)
+        try:
+            buffer = scratch[: source.nbytes].view(source.dtype)
+            buffer[...] = source  # the reduction overwrites its buffer
+            bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]
+            call.target[...] = yield from exchange.reduce_scatter(group, buffer, bounds, call.op, call.scale, tag)
+        finally:
+            SCRATCH.give_back(scratch)
