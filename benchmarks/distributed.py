@@ -43,11 +43,11 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    import hvdkit_autoload
+    from hvdkit import autoload
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.threads)
-    hvdkit_autoload.register()
+    autoload.register()
     dist.init_process_group("hvdkit")
     gloo = dist.new_group(list(range(args.ranks)), backend="gloo")
     parts: dict[str, Callable[..., Any]] = {"collectives": collectives, "ddp": ddp, "fsdp": fsdp}

@@ -89,7 +89,7 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    import hvdkit_autoload
+    from hvdkit import autoload
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(42)
@@ -110,7 +110,7 @@ def work(args: argparse.Namespace) -> None:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     else:
-        hvdkit_autoload.register()  # as PyTorch does where hvdkit is installed
+        autoload.register()  # as PyTorch does where hvdkit is installed
         dist.init_process_group("hvdkit" if args.worker == "ddp on hvdkit" else "gloo")
         rank, close = dist.get_rank(), dist.destroy_process_group
         if args.worker != "alone":

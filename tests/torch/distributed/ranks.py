@@ -13,10 +13,10 @@ RUNNER = __name__
 
 def main(module: str, folder: str) -> None:
     import hvdkit.torch as hvd
-    import hvdkit_autoload
+    from hvdkit import autoload
     from tests.ranks import leave, run_cases
 
-    hvdkit_autoload.register()  # PyTorch did it if hvdkit is installed, and not only in the path
+    autoload.register()  # PyTorch did it if hvdkit is installed, and not only in the path
     dist.init_process_group("hvdkit", timeout=timedelta(seconds=60))
     run_cases(module, Path(folder, f"{dist.get_rank()}.json"), hvd)
     dist.destroy_process_group()

@@ -216,9 +216,9 @@ PROGRAM = """
 import os, signal, sys, warnings
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-import hvdkit_autoload
+from hvdkit import autoload
 warnings.simplefilter("ignore")
-hvdkit_autoload.register()
+autoload.register()
 dist.init_process_group("hvdkit")
 rank, way = dist.get_rank(), sys.argv[1]
 def leave():
@@ -259,8 +259,8 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 BESIDE_GLOO = """
 import torch, torch.distributed as dist
-import hvdkit_autoload
-hvdkit_autoload.register()
+from hvdkit import autoload
+autoload.register()
 dist.init_process_group("gloo")
 group = dist.new_group(list(range(dist.get_world_size())), backend="hvdkit")
 tensor = torch.ones(300000)

@@ -1,6 +1,6 @@
 """Registers hvdkit as a backend of torch.distributed. PyTorch calls this when it is imported.
 
-Nothing of hvdkit is imported before the first group is made.
+Nothing else of hvdkit is imported before the first group is made.
 """
 
 from __future__ import annotations
