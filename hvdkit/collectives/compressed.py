@@ -136,6 +136,17 @@ def compressed_reduce_scatter(
     return own
 
 
+def reduce_scatter_encoded(
+    group: Group, source: Array, target: Array, scale: Scale, codec: PayloadCodec, state: CodecState, tag: int
+) -> Steps[None]:
+    """Replace ``target`` by this rank's part, of equal parts, of ``scale`` times the sum of ``source``."""
+    each, values = target.size, source.astype(np.float32)
+    bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]
+    total = yield from compressed_reduce_scatter(group, values, bounds, scale, codec, tag, state)
+    state.turn += 1
+    kernels.convert_into(target, total)
+
+
 def _gather(group: Group, values: Array, scale: Scale, codec: PayloadCodec, tag: int, state: CodecState) -> Steps[None]:
     wire = _Wire(group, codec, state)
     own = wire.encode(values, state)

@@ -21,16 +21,18 @@ from hvdkit.engine.ordered.calls import (
     words_of,
     wrong_lengths,
 )
-from hvdkit.engine.ordered.within_node import encoded_reduce_scatter
 from hvdkit.engine.ranks.assignments import ordered_tag
 from hvdkit.engine.ranks.turns import BUSY
 from hvdkit.errors import MismatchError
 
+_REDUCING = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE)
 COMPARED_TAG = 7  # of the eight tags of an operation, that of its description
 
 
 class NetworkRunner:
-    """The runner of calls in a group whose ranks do not all share memory."""
+    """The runner of calls in a group whose ranks do not all share memory: on the wire several overlap."""
+
+    most_in_flight = 4  # one is exchanged, one summed, one sent back, one waits
 
     def __init__(self, group: Group, group_number: int) -> None:
         self._group, self._group_number = group, group_number
@@ -43,13 +45,18 @@ class NetworkRunner:
         """Run a call. Raises MismatchError on all ranks."""
         group, tag = self._group, ordered_tag(self._group_number, number)
         call = with_parts(call, group.rank, group.size)
+        # The ranks of a node draw in the order of the calls, whose comparisons may end in another order.
+        reduces = call.steps is None and call.kind in _REDUCING and call.source.size > 0
+        turns = group.layout.draw() if group.layout is not None and reduces else (0, 0)
         yield from self._compare(call, number, tag + COMPARED_TAG)
-        if call.outgoing:
+        if call.steps is not None:
+            yield from call.steps(tag)
+        elif call.outgoing:
             yield from exchange.alltoall(group, call.outgoing, call.incoming, tag)
         elif call.kind == CollectiveKind.ALL_REDUCE:
-            yield from self._allreduce(call, call.target, tag)
+            yield from self._allreduce(call, call.target, tag, turns)
         elif call.kind == CollectiveKind.REDUCE:
-            yield from self._reduce(call, tag)
+            yield from self._reduce(call, tag, turns)
         elif call.kind == CollectiveKind.REDUCE_SCATTER:
             yield from self._reduce_scatter(call, tag)
         elif call.kind == CollectiveKind.BROADCAST:
@@ -79,7 +86,7 @@ class NetworkRunner:
         if call.outgoing and (wrong := wrong_lengths(call, notices[:, words.size :].view("<i8"), group.members)):
             raise MismatchError(wrong)
 
-    def _allreduce(self, call: Collective, flat: Array, tag: int) -> Steps[None]:
+    def _allreduce(self, call: Collective, flat: Array, tag: int, turns: tuple[int, int]) -> Steps[None]:
         group, layout, codec = self._group, self._group.layout, CASTS["none"]
         if not flat.size:
             return
@@ -88,25 +95,21 @@ class NetworkRunner:
                 flat[...] = call.source
             yield from allreduce_encoded(group, flat, call.op, call.scale, codec, tag, None)
         else:
-            turns = layout.draw()
             yield from layout_allreduce(group, layout, flat, call.op, call.scale, codec, tag, turns, call.source, None)
 
-    def _reduce(self, call: Collective, tag: int) -> Steps[None]:
+    def _reduce(self, call: Collective, tag: int, turns: tuple[int, int]) -> Steps[None]:
         """Reduce to the root; other ranks' results go into scratch memory."""
         if self._group.rank == call.description.root:
-            yield from self._allreduce(call, call.target, tag)
+            yield from self._allreduce(call, call.target, tag, turns)
             return
         scratch = SCRATCH.take(call.source.nbytes)
         try:
-            yield from self._allreduce(call, scratch[: call.source.nbytes].view(call.source.dtype), tag)
+            yield from self._allreduce(call, scratch[: call.source.nbytes].view(call.source.dtype), tag, turns)
         finally:
             SCRATCH.give_back(scratch)
 
     def _reduce_scatter(self, call: Collective, tag: int) -> Steps[None]:
         group, source, each = self._group, call.source, call.target.size
-        if call.codec.encodes:
-            yield from encoded_reduce_scatter(group, call, tag)
-            return
         scratch = SCRATCH.take(source.nbytes)
         try:
             buffer = scratch[: source.nbytes].view(source.dtype)

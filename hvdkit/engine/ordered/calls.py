@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdkit.collectives.group import Array
-from hvdkit.compression import CASTS, Codec, CodecState
+from hvdkit.collectives.group import Array, Steps
 from hvdkit.engine.ranks.turns import Reading
 from hvdkit.kernels import ONE, ReduceOp, Scale
 
@@ -91,9 +90,7 @@ class Collective:
     outgoing: Sequence[Array] = ()
     incoming: Sequence[Array] = ()
     finished: Callable[[], None] = lambda: None  # brings the result to where the caller wants it
-    # Of a reduce_scatter: its payload codec, which keeps ``state``. It encodes between nodes, or everywhere.
-    codec: Codec = CASTS["none"]
-    state: CodecState | None = None
+    steps: Callable[[int], Steps[None]] | None = None  # the algorithm for a tag, in place of that of its kind
 
     @property
     def kind(self) -> CollectiveKind:

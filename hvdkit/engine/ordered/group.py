@@ -1,4 +1,4 @@
-"""A group of ranks whose collective calls match by their order: each has a number, and runs after those before it."""
+"""A group of ranks whose collective calls match by their order: each has a number, and begins after those before it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +33,9 @@ PATIENCE_SECONDS, NEXT_PATIENCE_SECONDS = 200e-6, 2e-3
 
 
 class Runner(Protocol):
-    """The algorithms for the calls of one group."""
+    """The algorithms for the calls of one group, of which ``most_in_flight`` may run at once."""
+
+    most_in_flight: int
 
     def run_now(self, call: Collective, number: int, seconds: float) -> int:
         """Try for ``seconds`` to run a call at once; return the state of its turn."""
@@ -50,6 +53,8 @@ class OrderedOperation(Completion):
     def __init__(self, group: OrderedGroup, call: Collective, number: int, has_arrived: bool) -> None:
         super().__init__(group.waiting)
         self.group, self.call, self.number, self.has_arrived = group, call, number, has_arrived
+        self.is_through = False  # it ends once all before it have ended
+        self.failure: HorovodInternalError | None = None  # of this operation alone
 
     def __str__(self) -> str:
         return f"operation {self.number} of group '{self.group.name}', {self.call.description}"
@@ -68,8 +73,8 @@ class OrderedGroup:
         self.group, self.number, self.name, self.seconds = group, number, name, seconds
         self._spins, self._patience = spins, PATIENCE_SECONDS
         self.lock = threading.RLock()  # callers and the driver take the queue in turn
-        self._queue: deque[OrderedOperation] = deque()  # the first one runs
-        self._running: Operation | None = None
+        self._queue: deque[OrderedOperation] = deque()  # the first ones run
+        self._running: dict[OrderedOperation, Operation] = {}
         self.calls = 0
         self._process = os.getpid()
         self._error: HorovodInternalError | None = None
@@ -106,7 +111,8 @@ class OrderedGroup:
 
     def stalled(self, operation: OrderedOperation, seconds: float) -> str:
         """Return why an operation is not done after ``seconds``, for an error."""
-        awaited = sorted(self._running.awaited_peers()) if self._running is not None else []
+        running = self._running.get(operation) or next(iter(self._running.values()), None)
+        awaited = sorted(running.awaited_peers()) if running is not None else []
         return (
             f"{self._engine.mailbox.me()} waited {seconds:g} s in {operation} for ranks {awaited}: timed out.\n"
             "HINT: all ranks of a group call the same operations in the same order; where a rank may come later, give "
@@ -127,9 +133,8 @@ class OrderedGroup:
                 self._error = error
             queue = list(self._queue)
             self._queue.clear()
-        running, self._running = self._running, None
-        if running in self._engine.operations:
-            self._engine.operations.remove(running)
+        running, self._running = list(self._running.values()), {}
+        self._engine.operations[:] = [each for each in self._engine.operations if each not in running]
         for operation in queue:
             operation.end(error)
 
@@ -157,22 +162,24 @@ class OrderedGroup:
     def _append(self, call: Collective, number: int, has_arrived: bool) -> OrderedOperation:
         operation = OrderedOperation(self, call, number, has_arrived)
         self._queue.append(operation)
-        if len(self._queue) == 1:
-            self._driver.inbox.append(partial(self._begin, operation))
+        if len(self._queue) <= self._runner.most_in_flight:
+            self._driver.inbox.append(self._begin)
         return operation
 
-    def _begin(self, operation: OrderedOperation) -> None:
-        """Run the first operation of the queue; on the driver's thread."""
+    def _begin(self) -> None:
+        """Run the first operations of the queue; on the driver's thread."""
         if (error := self._engine.mailbox.error) is not None:
             self.fail(error)
             return
-        if operation.is_over:
-            return
-        operation.since = monotonic()
-        members: Sequence[int] = self.group.members
-        steps = self._steps(operation)
-        self._running = Operation(operation, steps, self.group.transport, self._ended, members, self.fail)
-        self._engine.operations.append(self._running)
+        with self.lock:
+            first = list(islice(self._queue, self._runner.most_in_flight))
+        for operation in first:
+            if operation not in self._running:
+                operation.since = monotonic()
+                steps, ended = self._steps(operation), partial(self._ended, operation)
+                running = Operation(operation, steps, self.group.transport, ended, self.group.members, self.fail)
+                self._running[operation] = running
+                self._engine.operations.append(running)
 
     def _steps(self, operation: OrderedOperation) -> Any:
         """Run an operation. Returns an error that the ranks' calls or the caller's tensors caused; raises others."""
@@ -186,26 +193,29 @@ class OrderedGroup:
             return error
         return None
 
-    def _ended(self, error: Exception | None) -> None:
-        """End the first operation of the queue and begin the next one; on the driver's thread."""
-        if self._running is None:  # the group failed in this round
+    def _ended(self, operation: OrderedOperation, error: Exception | None) -> None:
+        """End the operations that are through, in their order, and begin the next ones; on the driver's thread."""
+        if operation not in self._running:  # the group failed in this round
             return
-        self._running = None
         if isinstance(error, MismatchError):
             self.fail(error)
             return
+        operation.is_through, over = True, []
+        if error is not None:
+            operation.failure = HorovodInternalError(
+                f"{operation}: the result could not be brought to its place: {in_words(error)}"
+            )
+            operation.failure.__cause__ = error
         with self.lock:
-            operation = self._queue.popleft()
-            if monotonic() - operation.since < NEXT_PATIENCE_SECONDS:
-                self._patience = NEXT_PATIENCE_SECONDS
+            while self._queue and self._queue[0].is_through:
+                over.append(self._queue.popleft())
             if self._queue:
-                self._driver.inbox.append(partial(self._begin, self._queue[0]))
-        if error is None:
-            operation.end(None)
-            return
-        failure = HorovodInternalError(f"{operation}: the result could not be brought to its place: {in_words(error)}")
-        failure.__cause__ = error
-        operation.end(failure)
+                self._driver.inbox.append(self._begin)
+        if monotonic() - operation.since < NEXT_PATIENCE_SECONDS:
+            self._patience = NEXT_PATIENCE_SECONDS
+        for each in over:
+            del self._running[each]
+            each.end(each.failure)
 
 
 def _again(error: HorovodInternalError) -> tuple[Any, ...]:

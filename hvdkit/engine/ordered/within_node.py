@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from hvdkit import kernels
 from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.collectives import exchange
-from hvdkit.collectives.compressed import compressed_reduce_scatter
 from hvdkit.collectives.group import Array, Group, Steps, partition
 from hvdkit.collectives.staging import Mode, Pass, Staging
-from hvdkit.compression import PayloadCodec
 from hvdkit.engine.ordered.calls import (
     Collective,
     CollectiveKind,
@@ -63,6 +61,8 @@ class NodeRunner:
     ``arenas``: the arena of each rank, None for an arena that this rank cannot map.
     """
 
+    most_in_flight = 1  # a turn has the memory of the turn before the last
+
     def __init__(self, group: Group, group_number: int, turns: Any, arenas: Sequence[Any]) -> None:
         self._group, self._group_number, self._turns = group, group_number, turns
         self._staging: Staging = group.layout.staging
@@ -90,10 +90,10 @@ class NodeRunner:
             return
         call = with_parts(call, group.rank, group.size)
         tag = ordered_tag(self._group_number, number)
-        if call.codec.everywhere:
+        if call.steps is not None:
             yield from self._meet(call, number, has_arrived, None)
             turns.finish(number)
-            yield from encoded_reduce_scatter(group, call, tag)
+            yield from call.steps(tag)
             return
         if call.outgoing:
             yield from self._meet(call, number, has_arrived, lengths_of(call))
@@ -133,7 +133,7 @@ class NodeRunner:
 
     def _fits(self, call: Collective) -> bool:
         """True if the ranks publish their parts of a call at its turn."""
-        travels = bool(call.outgoing) or call.codec.everywhere
+        travels = bool(call.outgoing) or call.steps is not None
         return not travels and call.part_bytes(self._group.size) <= self._turns.most_bytes()
 
     def _meet(self, call: Collective, number: int, has_arrived: bool, part: Array | None, own: int = 0) -> Steps[None]:
@@ -207,17 +207,6 @@ class NodeRunner:
             into = parts_of(target, size)[rank]
             if not _is_same(into, part):
                 into[...] = part
-
-
-def encoded_reduce_scatter(group: Group, call: Collective, tag: int) -> Steps[None]:
-    """Run a reduce_scatter whose data travels as a codec's payloads. Raises PayloadError for damaged payloads."""
-    assert call.state is not None
-    each, values = call.target.size, call.source.astype(np.float32)
-    bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]
-    codec = cast("PayloadCodec", call.codec)
-    total = yield from compressed_reduce_scatter(group, values, bounds, call.scale, codec, tag, call.state)
-    call.state.turn += 1
-    kernels.convert_into(call.target, total)
 
 
 def _equal_shares(count: int, size: int) -> list[tuple[int, int]]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hvdkit.compression import Codec, CodecState
+from hvdkit.collectives.compressed import reduce_scatter_encoded
+from hvdkit.collectives.group import partition
+from hvdkit.collectives.hierarchical import nodes_of
+from hvdkit.compression import CodecState, PayloadCodec
 from hvdkit.engine.ordered.calls import NO_ARRAY, Collective, CollectiveKind, Description
 from hvdkit.engine.ordered.group import OrderedGroup
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -26,6 +31,8 @@ from hvdkit.torch.distributed.tensors import (
 )
 from hvdkit.torch.distributed.work import HvdkitWork
 
+# Smaller tensors, such as the buckets of DistributedDataParallel, overlap with each other.
+PIECE_BYTES, MOST_PIECES = 16 << 20, 4
 _FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
@@ -51,7 +58,7 @@ class TensorOperations:
         for tensor in tensors:
             dense = reduction.scaled(tensor).contiguous()
             call = self._reducing("all_reduce", CollectiveKind.ALL_REDUCE, dense, dense, reduction)
-            calls.append(with_result_in(call, tensor, dense))
+            calls += self._pieces_of(with_result_in(call, tensor, dense))
         return self._run(calls, tensors, waits)
 
     def reduce(self, tensor: Tensor, root: int, reduction: TorchReduction, waits: bool) -> HvdkitWork | None:
@@ -149,7 +156,13 @@ class TensorOperations:
         return self._run(calls, outputs, waits)
 
     def reduce_scatter_encoded(
-        self, output: Tensor, tensor: Tensor, reduction: TorchReduction, waits: bool, codec: Codec, state: CodecState
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        reduction: TorchReduction,
+        waits: bool,
+        codec: PayloadCodec,
+        state: CodecState,
     ) -> HvdkitWork | None:
         """Reduce as ``reduce_scatter_single``, with the gradients encoded by a codec that keeps ``state``."""
         function = "fsdp.ReduceScatter"
@@ -157,7 +170,10 @@ class TensorOperations:
             raise ValueError(f"{function}: expected a sum or an average of floats, got {tensor.dtype}")
         call = self._reducing(function, CollectiveKind.REDUCE_SCATTER, reduction.scaled(tensor), output, reduction)
         call.description = call.description._replace(codec=zlib.crc32(codec.summary.encode()))
-        call.codec, call.state = codec, state
+        group = self.group.group
+        if codec.everywhere or nodes_of(group) > 1:
+            arguments = group, call.source, call.target, call.scale, codec, state
+            call.steps = partial(reduce_scatter_encoded, *arguments)
         return self._run([call], [output], waits)
 
     def reduce_scatter(
@@ -230,6 +246,16 @@ class TensorOperations:
                 self._adoption.keep(call.source, operation)
         return HvdkitWork(operation, tensors)
 
+    def _pieces_of(self, call: Collective) -> list[Collective]:
+        """Return an allreduce as the pieces that overlap on the way between nodes, the last of which completes it."""
+        group, source, target = self.group.group, call.source, call.target
+        count = min(MOST_PIECES, source.nbytes // PIECE_BYTES)
+        if nodes_of(group) == 1 or count <= 1:
+            return [call]
+        runs = [slice(*run) for run in partition(source.size, count, source.itemsize)]
+        *others, last = (replace(call, source=source[run], target=target[run]) for run in runs)
+        return [*(replace(piece, finished=_nothing) for piece in others), last]
+
     def _reducing(
         self,
         function: str,
@@ -258,3 +284,7 @@ class TensorOperations:
                 f"all_to_all_single: {argument}: expected {self._size} numbers with the sum {rows}, got {splits}"
             )
         return torch.split(tensor, splits)
+
+
+def _nothing() -> None:
+    """Do nothing: a later piece completes the call."""
