@@ -136,7 +136,7 @@ def test_a_rank_that_is_late_beyond_the_time_limit(hvd: Any) -> None:
     rank = dist.get_rank()
     if rank == 0:
         dist.barrier()  # when the others have given up
-    text = "has left the job" if rank == 0 else f"stalled on rank {rank}"
+    text = "has left the job" if rank == 0 else f"waited {LATE_SECONDS} s in operation"
     with told(RuntimeError, text, f"on rank {rank} with codec int8("):
         job.step()
     if rank > 0:
@@ -241,13 +241,13 @@ def test_one_hook_for_two_models(hvd: Any) -> None:
         hvd.ddp_hook(hvd.Compression.int8).register(job.model)
 
 
-def test_the_thread_ends_with_the_hook(hvd: Any) -> None:
+def test_the_connections_end_with_the_hook(hvd: Any) -> None:
     before = set(threading.enumerate())
     job = ddp.constant(hvd, hvd.Compression.int8).steps(2)
-    started = [thread for thread in threading.enumerate() if thread not in before and "ddp-hook" in thread.name]
+    started = [thread for thread in threading.enumerate() if thread not in before and thread.name == "hvdkit-engine"]
     gone = weakref.ref(job.hook)
     del job
-    # The thread may still be on its way out of the last bucket's reduction, which knows the hook.
+    # A thread may still be on its way out of the last bucket's reduction, which knows the hook.
     deadline = time.monotonic() + 10
     while gone() is not None and time.monotonic() < deadline:
         gc.collect()
@@ -257,4 +257,4 @@ def test_the_thread_ends_with_the_hook(hvd: Any) -> None:
         thread.join(10)
     dist.barrier()  # first of all, so that no rank waits for one that fails
     assert collected
-    assert [thread.is_alive() for thread in started] == [False]
+    assert [thread.is_alive() for thread in started] == [False] * (dist.get_world_size() > 1)

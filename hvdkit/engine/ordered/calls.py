@@ -91,6 +91,7 @@ class Collective:
     incoming: Sequence[Array] = ()
     finished: Callable[[], None] = lambda: None  # brings the result to where the caller wants it
     steps: Callable[[int], Steps[None]] | None = None  # the algorithm for a tag, in place of that of its kind
+    is_agreed: bool = False  # between nodes ranks do not compare it: an earlier call did for this one
 
     @property
     def kind(self) -> CollectiveKind:

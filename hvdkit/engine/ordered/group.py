@@ -105,8 +105,11 @@ class OrderedGroup:
         """Start a call, and return the operation."""
         with self.lock:
             operation = self._append(call, self._next_number(), False)
-        # It costs less than to wake another thread, which the other ranks do once they are there.
-        self._driver.visit()
+        if call.steps is None:
+            # It costs less than to wake another thread, which the other ranks do once they are there.
+            self._driver.visit()
+        else:
+            self._driver.wake()  # to encode takes long, and the caller has other work
         return operation
 
     def stalled(self, operation: OrderedOperation, seconds: float) -> str:

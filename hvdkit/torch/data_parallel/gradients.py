@@ -1,134 +1,67 @@
-"""The gradients of a DistributedDataParallel in a lane, and the state that its codecs keep.
+"""The gradients of a DistributedDataParallel: which are averaged together and when, and the state that codecs keep.
 
-Each parameter is a slot. The lane decides which gradients travel together and when; DDP's new layout of its buckets
-after the first step changes neither.
+The order of parameters, the same on all ranks, decides. DDP's new layout of its buckets after the first step changes
+nothing: each parameter is a slot, and a bucket of slots begins when DDP has handed over all of them.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 
 from hvdkit.api.gradients.compression import Policy
+from hvdkit.collectives.group import Group, Steps
+from hvdkit.collectives.hierarchical import sent_share
 from hvdkit.compression import Codec
-from hvdkit.engine.session.core import Engine
-from hvdkit.engine.steps.lane import Lane
-from hvdkit.engine.steps.offers import FILLED, offer_of
-from hvdkit.engine.steps.plan import Slot
+from hvdkit.engine.ordered.calls import NO_ARRAY, Collective, CollectiveKind, Description
+from hvdkit.engine.ordered.facts import agree
+from hvdkit.engine.steps.device_reducer import CopiedReducer
+from hvdkit.engine.steps.host_reducer import HostReducer
+from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
+from hvdkit.engine.steps.plan import UNSEEN, Arrangement, Reduction, Slot, arrange
+from hvdkit.engine.steps.registration import copies_opener
+from hvdkit.engine.steps.schedule import Piece
 from hvdkit.kernels import ReduceOp
-from hvdkit.kernels.dtypes import Array
+from hvdkit.torch.data_parallel.bucket import HookBucket
+from hvdkit.torch.data_parallel.group import NAME, HookGroup
 from hvdkit.torch.gradients import compression_state
 from hvdkit.torch.gradients.layout import memory_order
 from hvdkit.torch.ops.framework import as_array
 
-logger = logging.getLogger("hvdkit")
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOADING = "ddp_hook.load_state_dict"
-NAMED = 3  # parameters that an error names
 # The keys of a state_dict whose values are the same on all ranks, with their words for errors; and all keys.
 ALIKE = {"size": "size", "turn": "turn", "codec": "codec", "shapes": "list of parameters"}
 KEYS = {*ALIKE, "rank", "kept"}
+NAMED = 3  # parameters that an error names
 
 
-@dataclass(eq=False)
-class HookBucket:
-    """A bucket of DDP in one step: ``flat``, of which ``host`` is the host's copy or, on the CPU, the same tensor."""
-
-    flat: Tensor
-    parameters: list[Tensor]
-    ready: Any  # the event after which ``flat`` has its values on a device, None on the CPU
-    future: Future[Tensor]
-    host: Tensor
-    errors: list[BaseException] = field(default_factory=list)
-
-    def result(self, done: Future[Tensor]) -> Tensor:
-        """Return the average, as a callback of the Future, or raise the error that ended the step.
-
-        DDP waits in C++, which gets an error that a callback raises, but not that of Future.set_exception.
-        """
-        if self.errors:
-            raise self.errors[0]
-        return done.value()
-
-    def fail(self, error: BaseException) -> None:
-        """End the Future with an error."""
-        self.errors = [error]
-        try:
-            if not self.future.done():
-                self.future.set_result(torch.empty(0))  # never used, and not on the device, which may have failed
-        except Exception:  # the Futures of other buckets must end all the same
-            logger.exception("ddp_hook: a bucket's Future could not be ended")
-
-    def gradients(self) -> Iterator[tuple[Tensor, Array]]:
-        """Yield each parameter with its gradient in host memory, flat."""
-        values = as_array(self.host)
-        for parameter in self.parameters:
-            count = parameter.numel() * (2 if parameter.is_complex() else 1)  # DDP views complex numbers as real pairs
-            yield parameter, values[:count]
-            values = values[count:]
-        assert not values.size, values.size
-
-
-class PinnedCopies:
-    """Page-locked host memory for buckets on devices, and the streams that fill it and copy results back."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-        self._memory: dict[int, Tensor] = {}  # by index of the bucket
-
-    def bucket(self, index: int, flat: Tensor, parameters: list[Tensor]) -> HookBucket:
-        """Return a bucket, with memory of the host if it is on a device; no value is copied yet."""
-        if flat.device.type != "cuda":
-            return HookBucket(flat, parameters, None, Future(), flat)
-        # The last step's copy back ends before the next fill, because both are on the device's stream.
-        host = self._memory.get(index)
-        if host is None or host.shape != flat.shape or host.dtype != flat.dtype:
-            host = self._memory[index] = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        ready = torch.cuda.current_stream(flat.device).record_event()
-        return HookBucket(flat, parameters, ready, Future(devices=[flat.device]), host)
-
-    def fill(self, bucket: HookBucket) -> None:
-        """Copy a bucket to the host and wait for the copy."""
-        stream = self._stream(bucket)
-        with torch.cuda.stream(stream):
-            stream.wait_event(bucket.ready)
-            bucket.host.copy_(bucket.flat, non_blocking=True)
-            stream.synchronize()
-
-    def finish(self, bucket: HookBucket) -> None:
-        """End the bucket's Future, after the copy back to a device. DDP's wait for the Future includes the copy."""
-        if bucket.ready is None:
-            bucket.future.set_result(bucket.flat)
-            return
-        with torch.cuda.stream(self._stream(bucket)):
-            bucket.flat.copy_(bucket.host, non_blocking=True)
-            bucket.future.set_result(bucket.flat)
-
-    def _stream(self, bucket: HookBucket) -> Any:
-        device, stream = bucket.flat.device, self._streams.get(bucket.flat.device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return stream
+def named(names: Sequence[str]) -> str:
+    """Return the first of some names, and the count of the rest."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 class ModelGradients:
-    """The gradients of one model. ``lane`` is None before the first step is complete, by which ranks agree on it."""
+    """The gradients of one model. ``is_registered`` after its first step, in which ranks agree on them."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._names: dict[Tensor, str] = {}  # in the model's order; empty unless the hook was registered with a model
         self._slots: dict[Tensor, int] = {}
         self._shapes: list[list[int]] = []
-        self._earlier = 0  # steps before the lane's
-        self.lane: Lane | None = None
+        self._lock = threading.Lock()  # DDP hands buckets over while the engine's driver ends others
+        self.step: list[HookBucket] = []  # of this step, the ones not averaged yet
+        self.turn = 0  # complete steps, also earlier jobs'
+        self.in_flight = False  # a bucket of this step was handed over
+        self.is_registered = False
 
     @property
     def have_model(self) -> bool:
@@ -143,49 +76,144 @@ class ModelGradients:
         """Raise ValueError for a bucket that cannot be averaged, or that has a parameter of another model."""
         if flat.dtype not in DTYPES or flat.device.type not in ("cpu", "cuda"):
             names = [self._names.get(parameter) or str([*parameter.shape]) for parameter in parameters]
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise ValueError(
-                f"ddp_hook: bucket {index} ({', '.join(names[:NAMED])}{more}) is {flat.dtype} on {flat.device}; "
+                f"ddp_hook: bucket {index} ({named(names)}) is {flat.dtype} on {flat.device}; "
                 f"expected one of {', '.join(map(str, DTYPES))} on the CPU or CUDA"
             )
         if self.have_model and not all(parameter in (self._slots or self._names) for parameter in parameters):
             raise ValueError("ddp_hook: this hook belongs to another model\nHINT: make one for each model.")
 
-    def register(self, engine: Engine, step: Sequence[HookBucket]) -> Lane:
-        """Agree with all ranks on the gradients in the buckets of the first step. Raises MismatchError on all ranks."""
-        dtypes = {parameter: values.dtype for bucket in step for parameter, values in bucket.gradients()}
+    def register(self, group: HookGroup) -> None:
+        """Agree with all ranks on the gradients in this step's buckets. Raises MismatchError on all ranks."""
+        step = self.step
+        dtypes = {parameter: bucket.flat.dtype for bucket in step for parameter in bucket.parameters}
         # DDP's buckets begin at the model's end, but within a bucket parameters stand in the model's order.
         listed = [parameter for bucket in reversed(step) for parameter in bucket.parameters]
         names = self._names or {parameter: f"parameter {index}" for index, parameter in enumerate(listed)}
-        named = [(name, parameter) for parameter, name in names.items() if parameter in dtypes]
-        codecs, numbers = [self._codec], [0] * len(named)  # a cast is for all gradients
+        present = [(name, parameter) for parameter, name in names.items() if parameter in dtypes]
+        codecs, numbers = [self._codec], [0] * len(present)  # a cast is for all gradients
         if self._codec.encodes:
-            codecs, numbers = Policy(self._codec).choose(named)
-        slots = []
-        for (name, parameter), number in zip(named, numbers, strict=True):
+            codecs, numbers = Policy(self._codec).choose(present)
+        self.slots = []
+        for (name, parameter), number in zip(present, numbers, strict=True):
             real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
             shape = tuple(real.shape[axis] for axis in memory_order(real) or range(real.dim()))  # as it lies in memory
-            slots.append(Slot(name, shape, dtypes[parameter], number))
-        self.lane = engine.register_plan("ddp_hook", slots, op=ReduceOp.AVERAGE, codecs=codecs)
-        assert self.lane is not None, "a rank has joined in a session of the hook's own"
-        self._slots = {parameter: slot for slot, (_, parameter) in enumerate(named)}
-        self._shapes = [list(slot.shape) for slot in slots]
-        return self.lane
+            dtype = as_array(torch.empty(0, dtype=dtypes[parameter])).dtype
+            self.slots.append(Slot(name, shape, dtype, number))
+        described = [[slot.name, list(slot.shape), str(slot.dtype), codecs[slot.codec].summary] for slot in self.slots]
+        agree(group.ordered, NAME, {"slots": described, "earlier": self.turn})
+        self._digest = repr(described)
+        self._slots = {parameter: slot for slot, (_, parameter) in enumerate(present)}
+        self._shapes = [list(slot.shape) for slot in self.slots]
+        self._build(group, Reduction(ReduceOp.AVERAGE, 1.0, 1.0, tuple(codecs)), str(step[0].flat.device))
+        self.is_registered = True
 
-    def hand_over(self, lane: Lane, bucket: HookBucket) -> None:
-        """Start to average the gradients of a bucket: small gradients in the lane's memory, large ones in place."""
+    def _build(self, group: HookGroup, reduction: Reduction, device: str) -> None:
+        """Make the reducer, and lay the slots out in buckets."""
+        self.group: Group = group.ordered.group
+        opener, lanes = copies_opener(device), group.engine.lanes
+        self.reducer = HostReducer(self.group, reduction, None, self.slots)
+        if opener is not None:
+            self.reducer = CopiedReducer(self.group, reduction, None, self.slots, None, opener)
+        sizes, share = self.reducer.sizes(lanes.sizes), sent_share(self.group.size, None)
+        unseen, cuts = [UNSEEN] * len(self.slots), not self.reducer.on_device
+        self._arrangement = arrange(self.slots, unseen, (), sizes, lanes.network, share, cuts, reduction.codecs)
+        self.reducer.lay_out(self._arrangement)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        arrangement: Arrangement = self._arrangement
+        self._marks: dict[int, list[Any]] = {}  # by bucket of slots: of the thread's work on a device
+        self._missing = arrangement.slots_of.copy()  # by bucket of slots: slots not handed over
+        self._open = [0] * len(arrangement.buckets)  # by bucket of slots: pieces not averaged
+        for piece in arrangement.pieces:
+            self._open[piece.bucket] += 1
+        self._begun = 0  # pieces
+        self.in_flight = False
+
+    def take(self, bucket: HookBucket) -> None:
+        """Note that DDP has handed over a bucket."""
+        with self._lock:
+            self.step.append(bucket)
+            self.in_flight = True
+
+    def drop(self) -> list[HookBucket]:
+        """Return all buckets of this step, which are forgotten."""
+        with self._lock:
+            step, self.step = self.step, []
+        return step
+
+    def hand_over(self, bucket: HookBucket) -> Sequence[int]:
+        """Offer the gradients of a bucket. Return the pieces that begin now, which ``call`` makes."""
+        arrangement, waits = self._arrangement, set()
         for parameter, values in bucket.gradients():
             slot = self._slots[parameter]
-            small = lane.small(slot)
-            if small is not None:
-                small[...] = values
-            lane.ready(slot, offer_of(values) if small is None else FILLED)
+            number = arrangement.bucket_of[slot]
+            waits.add(number)
+            self.reducer.offer([slot], [self._offer(slot, values)])
+            self._missing[number] -= 1
+        mark = self.reducer.mark()
+        for number in waits:
+            self._marks.setdefault(number, []).append(mark)
+        bucket.waits = waits
+        first, pieces = self._begun, arrangement.pieces
+        while self._begun < len(pieces) and not self._missing[pieces[self._begun].bucket]:
+            self._begun += 1
+        return range(first, self._begun)
 
-    def give_back(self, lane: Lane, bucket: HookBucket) -> None:
+    def _offer(self, slot: int, values: Tensor) -> Offer:
+        if self.reducer.on_device:
+            return Offer(0, lambda: values)
+        small = self.reducer.small(slot)
+        if small is None:
+            return offer_of(as_array(values))
+        small[...] = as_array(values)
+        return FILLED
+
+    def call(self, index: int) -> Collective:
+        """Return the call that averages a piece. Ranks compare plans and numbers of steps by the first of a step."""
+        piece: Piece = self._arrangement.pieces[index]
+        number = zlib.crc32(f"{self._digest} {self.turn} {index}".encode())
+        dtype, elements = str(self._arrangement.buckets[piece.bucket].dtype), piece.end - piece.begin
+        description = Description(CollectiveKind.ALL_REDUCE, dtype, elements, "avg", codec=number)
+        steps = partial(self._steps, piece)
+        return Collective(description, NO_ARRAY, NO_ARRAY, steps=steps, is_agreed=index > 0)
+
+    def _steps(self, piece: Piece, tag: int) -> Steps[None]:
+        return self.reducer.reduce(piece, False, self._marks[piece.bucket], tag, None)
+
+    def piece_ended(self, index: int) -> list[HookBucket]:
+        """Note that a piece is averaged. Return the buckets of DDP that hold averages now."""
+        piece: Piece = self._arrangement.pieces[index]
+        if self.reducer.residuals.codec(piece.bucket).lossy:
+            self.reducer.residuals.finished(piece)
+        with self._lock:
+            self._open[piece.bucket] -= 1
+            if self._open[piece.bucket]:
+                return []
+            for bucket in self.step:
+                if bucket.waits is not None:
+                    bucket.waits.discard(piece.bucket)
+            over = [bucket for bucket in self.step if bucket.waits == set()]
+            self.step = [bucket for bucket in self.step if bucket.waits != set()]
+        for bucket in over:
+            self._give_back(bucket)
+        if not any(self._open):
+            self.reducer.end_step()
+            self.turn += 1
+            self._begin_step()
+        return over
+
+    def _give_back(self, bucket: HookBucket) -> None:
         """Copy the small gradients back into the bucket."""
         for parameter, values in bucket.gradients():
-            if (small := lane.small(self._slots[parameter])) is not None:
-                values[...] = small
+            if not self.reducer.on_device and (small := self.reducer.small(self._slots[parameter])) is not None:
+                as_array(values)[...] = small
+
+    def names_in(self, index: int) -> str:
+        """Return the names of the parameters in a piece, for errors."""
+        bucket = self._arrangement.buckets[self._arrangement.pieces[index].bucket]
+        return named([self.slots[slot].name for slot in bucket.slots])
 
     @property
     def _keys(self) -> list[str]:
@@ -194,29 +222,23 @@ class ModelGradients:
 
     def can_be_saved(self, has_failed: bool) -> bool:
         """True if the codecs' state is that after the last complete step. ``has_failed``: nothing runs any more."""
-        if self.lane is None or not self.lane.reducer.residuals.keeps_anything:
+        if not self.is_registered or not self.reducer.residuals.keeps_anything:
             return True
-        return not (self.lane.reducer.residuals.is_in_use if has_failed else self.lane.in_flight)
-
-    def under_way(self) -> str:
-        """Return words about the reduction in progress, for errors."""
-        if self.lane is None or not self.lane.reducer.residuals.is_in_use:
-            return ""
-        return f"\nIt was at {self.lane.waiting_for().partition(', ')[2].removesuffix(' ()')}."
+        return not (self.reducer.residuals.is_in_use if has_failed else self.in_flight)
 
     def saved(self, rank: int, size: int) -> dict[str, Any]:
         """Return the codecs' state in the form of ``DDPHook.state_dict``."""
-        kept = None if self.lane is None else compression_state.saved(self.lane, self._keys)
+        kept = compression_state.saved(self, self._keys) if self.is_registered else None
         return {
             "codec": self._codec.summary,
             "rank": rank,
             "size": size,
-            "turn": 0 if self.lane is None else self._earlier + self.lane.steps,
+            "turn": self.turn,
             "shapes": self._shapes,
             "kept": [kept] if kept else [],
         }
 
-    def load(self, lane: Lane, states: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from the states of one or several ranks. Raises ValueError for states of another model."""
         shapes, kept = states[0]["shapes"], [entry for state in states for entry in state["kept"]]
         if shapes and shapes != self._shapes:
@@ -226,9 +248,9 @@ class ModelGradients:
             raise ValueError(
                 f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
             )
-        lane.reducer.reset()
-        compression_state.resume(lane, kept, self._keys)
-        self._earlier = states[0]["turn"] - lane.steps
+        self.reducer.reset()
+        compression_state.resume(self, kept, self._keys)
+        self.turn = states[0]["turn"]
 
 
 def checked(saved: Any) -> list[Mapping[str, Any]]:

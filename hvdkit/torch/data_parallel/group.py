@@ -1,21 +1,11 @@
-"""A session of the engine among the ranks of a process group, and the thread on which a hook waits for it.
-
-The session is not that of hvd.init(). It has Gloo connections of its own, so that its operations cannot cross those of
-the process group.
-"""
+"""The group of ordered operations in which a hook averages: of its process group, or in a session beside that."""
 
 from __future__ import annotations
 
-import atexit
-import logging
-import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
-from time import monotonic
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,27 +14,19 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from hvdkit.config import Settings
-from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
-from hvdkit.errors import HorovodInternalError
+from hvdkit.engine.ordered.group import OrderedGroup
+from hvdkit.engine.session.session import Session
+from hvdkit.torch.distributed import callbacks
 from hvdkit.torch.distributed.process_group import HvdkitProcessGroup
-from hvdkit.torch.distributed.session import meet
+from hvdkit.torch.distributed.session import close_session, keep_open, meet
 
-logger = logging.getLogger("hvdkit")
-
-# The time that a job in progress gets at the end of the process to finish, and after that to fail.
-FINISH_SECONDS, FAIL_SECONDS = 0.2, 2.0
+NAME = "ddp_hook"
 MEETING = (
     "to use a ddp_hook.\nHINT: all ranks of the model's process group must use one, in the same order if it is several."
 )
 LEAVING = "its process or its ddp_hook has come to its end"
-# Words of the engine's errors, and the hook's words for the same things.
-WORDS = {
-    "HVDKIT_TIMEOUT_SECONDS": "the hook's timeout",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "the hook's timeout",
-    "optimizer 'ddp_hook'": "ddp_hook",
-    "hvd.init()": "ddp_hook",
-}
-Job = Callable[[], None]
+# Words of the engine's errors in a session of the hook's own, and the hook's words for the same things.
+WORDS = {"HVDKIT_TIMEOUT_SECONDS": "the hook's timeout", "plan 'ddp_hook'": "ddp_hook"}
 
 
 def hooks_text(error: BaseException, ranks: list[int]) -> str:
@@ -66,101 +48,50 @@ def _timeout_of(process_group: Any) -> timedelta:
     return c10d.default_pg_timeout
 
 
-def open_session(process_group: Any, timeout: timedelta | None) -> Session:
-    """Open a session in which no ranks share memory; collective. Waiting longer than ``timeout`` is an error.
+class HookGroup:
+    """The ordered group of one hook. It ends when ``owner``, the hook, is gone."""
 
-    By default it is that of the process group's operations. Raises PeerLostError unless all ranks come in time.
-    """
-    seconds = (timeout or _timeout_of(process_group)).total_seconds()
+    def __init__(self, owner: object, process_group: Any, timeout: timedelta | None) -> None:
+        """Make the group; collective. Waiting longer than ``timeout``, by default the process group's, is an error.
+
+        On hvdkit the group is light, and in the session of the process group. For another backend a session is opened,
+        in which no ranks share memory. Raises PeerLostError unless all ranks come in time.
+        """
+        seconds = (timeout or _timeout_of(process_group)).total_seconds()
+        self._session: Session | None = None
+        if isinstance(process_group, HvdkitProcessGroup):
+            self.engine = process_group.session.engine
+            self.ordered = process_group.light_group(NAME, seconds, MEETING)
+        else:
+            self._session = _session_beside(process_group, seconds)
+            self.engine = self._session.engine
+            ranks = range(dist.get_world_size(process_group))
+            self.ordered = self.engine.ordered_group(ranks, 1, NAME, seconds)
+        # The garbage collector, which may run on any thread, does not wait for goodbyes.
+        end = partial(_end, self.ordered, self._session, LEAVING, False)
+        self._finalizer = weakref.finalize(owner, callbacks.run, end)
+        self._finalizer.atexit = False  # sessions close by themselves then
+
+    def leave(self, reason: str) -> None:
+        """End the group after a failure, and tell the other ranks ``reason`` if the session is the hook's own."""
+        if self._finalizer.detach() is not None:
+            callbacks.run(partial(_end, self.ordered, self._session, reason, True))
+
+
+def _end(group: OrderedGroup, session: Session | None, reason: str, failed: bool) -> None:
+    if session is None:
+        group.close()
+    else:
+        close_session(session, reason, failed)
+
+
+def _session_beside(process_group: Any, seconds: float) -> Session:
     ranks = dist.get_process_group_ranks(process_group)
     me = ranks.index(dist.get_rank())
     # dist.new_group would need all ranks of the job, or as many groups on each rank of the process group.
     store: Any = c10d._get_process_group_store(process_group)
     store = PrefixStore(f"hvdkit/{store.add(f'hvdkit/opened/{me}', 1)}", store)
     settings = Settings(timeout_seconds=seconds, stall_shutdown_seconds=seconds, node_memory=False, verify=0)
-    return meet(store, ranks, me, settings, seconds, MEETING)
-
-
-class Worker:
-    """A daemon thread that runs jobs in order, and closes the session when ``owner`` is gone or the process ends."""
-
-    def __init__(self, owner: object, session: Session) -> None:
-        self.session = session
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="hvdkit-ddp-hook", daemon=True)
-        _SERVING[self] = None
-        self._thread.start()
-        # No thread waits for the goodbye, because the garbage collector may end the owner.
-        weakref.finalize(owner, self._jobs.put, None).atexit = False
-
-    def run(self, job: Job) -> None:
-        """Queue ``job``. An error that it raises is logged."""
-        self._jobs.put(job)
-
-    def call(self, job: Job) -> None:
-        """Queue ``job``, wait for it and raise its error. It must have a deadline of its own."""
-        over: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                job()
-                over.set_result(None)
-            except BaseException as error:  # any error: the waiting thread must go on
-                over.set_exception(error)
-
-        self._jobs.put(run)
-        over.result()
-
-    def leave(self, reason: str, failed: bool = False) -> None:
-        """Close the session and tell the other ranks why; a job calls it. With ``failed`` it waits for nothing else."""
-        if self._left.is_set():
-            return
-        try:
-            if (lost := self.session.close(reason, failed=failed)) is not None:
-                logger.info("ddp_hook: %s", lost)
-        finally:
-            self._left.set()
-
-    def has_left(self) -> bool:
-        """True if the session, which is about to close, is closed in time."""
-        return self._left.wait(GOODBYE_SECONDS + FAIL_SECONDS)
-
-    def tell_to_end(self) -> None:
-        """Have the thread end after the jobs in the queue."""
-        self._jobs.put(None)
-
-    def end(self, deadline: float) -> None:
-        """Wait for the thread to end, after ``tell_to_end``. A job that is in progress at ``deadline`` fails."""
-        self._thread.join(max(0.0, deadline - monotonic()))
-        if self._thread.is_alive():
-            # A thread that returns from C++ after Python has ended can crash the process.
-            engine = self.session.engine
-            engine.driver.defer(lambda: engine.rounds.fail(HorovodInternalError(LEAVING)))
-            self._thread.join(GOODBYE_SECONDS + FAIL_SECONDS)
-
-    def _serve(self) -> None:
-        try:
-            while (job := self._jobs.get()) is not None:
-                try:
-                    job()
-                except BaseException:  # any error: later jobs end their Futures, and the session must be closed
-                    logger.exception("ddp_hook: a job failed")
-                del job  # it may hold the last reference to the owner, which would else live until the next job
-            self.leave(LEAVING)
-        finally:
-            _SERVING.pop(self, None)
-
-
-_SERVING: dict[Worker, None] = {}  # living workers in their order of creation, which is the same on all ranks
-
-
-@atexit.register
-def _end_all() -> None:
-    workers = list(_SERVING)
-    # All workers end at once. In turn, ranks with several hooks could wait for each other's goodbyes.
-    for worker in workers:
-        worker.tell_to_end()
-    deadline = monotonic() + FINISH_SECONDS
-    for worker in workers:
-        worker.end(deadline)
+    session = meet(store, ranks, me, settings, seconds, MEETING)
+    keep_open(session, LEAVING)
+    return session

@@ -1,7 +1,4 @@
-"""Codecs as a communication hook of torch's DistributedDataParallel.
-
-In a session of the hook's own the model's gradients are a lane, for which the hook's worker thread waits.
-"""
+"""Codecs as a communication hook of torch's DistributedDataParallel: each piece of gradients is an ordered call."""
 # No postponed annotations here: DDP compares a hook's annotations with its classes.
 
 from datetime import timedelta
@@ -15,14 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.gradients.compression import check_told_apart, codec_of
 from hvdkit.compression import Codec
-from hvdkit.engine.ops.requests import Call
-from hvdkit.engine.session.core import Engine
-from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.loop.completion import Completion
+from hvdkit.engine.ordered.facts import agree
 from hvdkit.errors import HorovodInternalError
-from hvdkit.torch.data_parallel.gradients import HookBucket, ModelGradients, PinnedCopies, checked
-from hvdkit.torch.data_parallel.group import Worker, hooks_text, open_session
-
-FUNCTION = "ddp_hook"
+from hvdkit.torch.data_parallel.bucket import HookBucket
+from hvdkit.torch.data_parallel.gradients import ModelGradients, checked
+from hvdkit.torch.data_parallel.group import NAME as FUNCTION
+from hvdkit.torch.data_parallel.group import HookGroup, hooks_text
 
 
 class DDPHook:
@@ -38,10 +34,8 @@ class DDPHook:
         self._timeout = timeout
         self._rank, self._ranks = -1, [-1]  # this rank in the job and the process group's ranks, once connected
         self._gradients = ModelGradients(codec)
-        self._copies = PinnedCopies()
-        self._loaded: list[Any] = []  # states that the lane has not taken yet
-        self._worker: Worker | None = None
-        self._step: list[HookBucket] = []  # the buckets of this step; only the worker's thread uses it
+        self._loaded: list[Any] = []  # states from which the next step goes on
+        self._group: HookGroup | None = None
         self._broken: str | None = None  # the error that ended the hook
 
     def register(self, model: DistributedDataParallel) -> None:
@@ -73,7 +67,7 @@ class DDPHook:
             )
         model.register_comm_hook(self, DDPHook.reduce)
         self._gradients.name(model.module)
-        if self._worker is None:
+        if self._group is None:
             self._open()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -92,10 +86,11 @@ class DDPHook:
         """
         index, is_last, flat, parameters = bucket.index(), bucket.is_last(), bucket.buffer(), bucket.parameters()
         self._gradients.check(index, flat, parameters)
-        worker = self._worker or self._open()
-        handed = self._copies.bucket(index, flat, parameters)
+        group = self._group or self._open()
+        devices = None if flat.device.type == "cpu" else [flat.device]
+        handed = HookBucket(flat, parameters, torch.futures.Future(devices=devices))  # type: ignore[arg-type]
         averaged = handed.future.then(handed.result)
-        worker.run(lambda: self._take(handed, index == 0, is_last))
+        self._take(group, handed, index == 0, is_last)
         return averaged
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,16 +105,15 @@ class DDPHook:
         Raises:
             HorovodInternalError: during a step, and after a step that failed when a part of it was encoded.
         """
-        if self._worker is None:
-            rank, size = dist.get_rank(self._group()), dist.get_world_size(self._group())
+        if self._group is None:
+            process_group = self._of_model()
+            rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         else:
-            topology = self._worker.session.engine.topology
-            rank, size = topology.rank, topology.size
+            rank, size = self._group.ordered.group.rank, self._group.ordered.group.size
         if self._loaded:
             kept = [entry for state in self._loaded for entry in state["kept"] if entry["rank"] % size == rank]
             return {**self._loaded[0], "rank": rank, "size": size, "kept": kept}
-        is_still = self._broken is None or self._worker is None or self._worker.has_left()
-        if not is_still or not self._gradients.can_be_saved(self._broken is not None):
+        if not self._gradients.can_be_saved(self._broken is not None):
             why = "that was not completed" if self._broken is None else f"that failed: {self._broken}"
             raise HorovodInternalError(
                 f"{FUNCTION}: state_dict: what the codec keeps is in the midst of a step {why}\n"
@@ -154,104 +148,92 @@ class DDPHook:
 
     @property
     def bytes_sent(self) -> int:
-        """Return the number of bytes that this rank has sent so far: gradients, and facts that ranks compare."""
-        return 0 if self._worker is None else self._worker.session.engine.groups.bytes_sent()
+        """Return the number of bytes of gradients that this rank has sent so far."""
+        return 0 if self._group is None else self._group.ordered.group.bytes_sent
 
-    def _group(self) -> Any:
+    def _of_model(self) -> Any:
         process_group = self._process_group or dist.group.WORLD
         if process_group is None:
             raise ValueError(f"{FUNCTION}: call torch.distributed.init_process_group first")
         return process_group
 
-    def _open(self) -> Worker:
-        process_group = self._group()
+    def _open(self) -> HookGroup:
+        process_group = self._of_model()
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
-        worker = None
+        group = None
         try:
-            session = open_session(process_group, self._timeout)
-            worker = Worker(self, session)
-            # On the worker's thread, so that the engine knows only this thread and can see a dead-lock.
-            worker.call(lambda: self._agree(session.engine, {"codec": self._codec.summary}))
+            group = HookGroup(self, process_group, self._timeout)
+            agree(group.ordered, FUNCTION, {"codec": self._codec.summary, "slots": []})
         except HorovodInternalError as error:
             text = hooks_text(error, self._ranks)
-            if worker is not None:
-                worker.call(partial(worker.leave, text, failed=True))
-                worker.tell_to_end()
+            if group is not None:
+                group.leave(text)
             raise type(error)(f"{FUNCTION}: rank {self._rank}: {text}") from error
-        self._worker = worker
-        return worker
+        self._group = group
+        return group
 
-    @staticmethod
-    def _agree(engine: Engine, facts: dict[str, Any]) -> None:
-        """Raise MismatchError on all ranks if their ``facts`` differ."""
-        engine.named.submit("barrier", [], facts, Call(FUNCTION)).wait()
-
-    # The methods below run on the worker's thread.
-
-    def _take(self, bucket: HookBucket, is_first: bool, is_last: bool) -> None:
-        lane = self._gradients.lane
-        assert self._worker is not None
+    def _take(self, group: HookGroup, bucket: HookBucket, is_first: bool, is_last: bool) -> None:
+        """Average a bucket, in the first step with all others once DDP has handed over the last."""
+        gradients = self._gradients
+        is_new = not gradients.in_flight
+        gradients.take(bucket)
         try:
-            self._step.append(bucket)
-            if self._broken is not None:
+            if self._broken is not None:  # now that _fail would find the bucket
                 raise HorovodInternalError(f"an earlier step failed: {self._broken}")
-            if is_first and len(self._step) > 1:
+            if is_first and not is_new:
                 raise HorovodInternalError("an exception ended the last backward pass before all was handed over")
-            if is_first and self._loaded and lane is not None:
-                self._go_on(lane)
-            if bucket.ready is not None:
-                self._copies.fill(bucket)
-            if lane is not None:
-                self._gradients.hand_over(lane, bucket)
-            if is_last and lane is None:
-                lane = self._gradients.register(self._worker.session.engine, self._step)
-                self._go_on(lane)
-                for each in self._step:
-                    self._gradients.hand_over(lane, each)
-            if is_last and lane is not None:
-                lane.finish()
-                for each in self._step:
-                    self._gradients.give_back(lane, each)
-                while self._step:
-                    self._copies.finish(self._step[0])
-                    del self._step[0]
+            buckets = [bucket]
+            if not gradients.is_registered:
+                if not is_last:
+                    return
+                if self._loaded:
+                    gradients.turn = self._loaded[0]["turn"]
+                gradients.register(group)
+                buckets = list(gradients.step)
+            if self._loaded:
+                gradients.load(self._loaded)
+                self._loaded = []
+            operation = None
+            for each in buckets:
+                for index in gradients.hand_over(each):
+                    operation = group.ordered.start(gradients.call(index))
+                    operation.call_when_done(partial(self._piece_ended, index))
+            if is_last and operation is not None:
+                operation.wait()  # DDP would wait at once, without driving the engine meanwhile
         except BaseException as error:  # any error: without a result the backward pass would wait for ever
             self._fail(error)
 
-    def _go_on(self, lane: Lane) -> None:
-        """Load the states, after all ranks agreed that they have states of the same step."""
-        assert self._worker is not None
-        self._agree(self._worker.session.engine, {"earlier": self._loaded[0]["turn"] if self._loaded else 0})
-        if self._loaded:
-            self._gradients.load(lane, self._loaded)
-            self._loaded = []
+    def _piece_ended(self, index: int, operation: Completion) -> None:
+        try:
+            if operation.error is not None:
+                names = self._gradients.names_in(index)
+                raise type(operation.error)(f"{operation.error}\nIt was with the gradients of {names}.")
+            for bucket in self._gradients.piece_ended(index):
+                bucket.future.set_result(bucket.flat)
+        except BaseException as error:  # any error, as above
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """End the step's Futures with an error. All later steps fail too, and no rank waits for this rank any more."""
         text = f"{FUNCTION} on rank {self._rank} with codec {self._codec.summary}: {hooks_text(error, self._ranks)}"
-        text += self._gradients.under_way()
         is_first, self._broken = self._broken is None, self._broken or text
-        buckets, self._step = self._step, []
-        try:
-            for bucket in buckets:
-                bucket.fail((ValueError if isinstance(error, ValueError) else HorovodInternalError)(text))
-        finally:
-            if is_first:
-                assert self._worker is not None
-                self._worker.leave(text, failed=True)
+        for bucket in self._gradients.drop():
+            bucket.fail((ValueError if isinstance(error, ValueError) else HorovodInternalError)(text))
+        if is_first and self._group is not None:
+            self._group.leave(text)
 
 
 def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | None = None) -> DDPHook:
     """Return a communication hook that averages the gradients of a DistributedDataParallel, encoded by a codec.
 
-    Everything is encoded, whatever the codec's ``compress`` is. Gradients travel over Gloo, those on CUDA through host
-    memory. Save ``hook.state_dict()`` in each rank's checkpoint. hvd.init() is not needed. With DGC, the optimizer must
-    have no momentum.
+    Everything is encoded, whatever the codec's ``compress`` is. Gradients travel over the connections of the backend
+    "hvdkit", or over Gloo beside another backend; those on CUDA through host memory. Save ``hook.state_dict()`` in each
+    rank's checkpoint. hvd.init() is not needed. With DGC, the optimizer must have no momentum.
 
     Args:
         compression: one of hvd.Compression, as it is or with parameters, or a hvdkit.compression.CustomCodec. Biases,
             the weights of norms and small tensors are averaged as they are, unless by fp16, bf16 or DGC.
-        process_group: the model's, if not the default process group; Gloo or NCCL.
+        process_group: the model's, if not the default process group; hvdkit, Gloo or NCCL.
         timeout: a timedelta, after which waiting for another rank is an error; the process group's, if None.
 
     Returns:

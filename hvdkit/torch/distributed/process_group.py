@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from hvdkit.engine.ordered.group import OrderedGroup
 from hvdkit.engine.session.session import Session
+from hvdkit.errors import PeerLostError
 from hvdkit.torch.distributed.from_cpp import leave_untraced, reach_python, torch_version
 from hvdkit.torch.distributed.inner import COUNTS, InnerGroups
 from hvdkit.torch.distributed.memory import GroupMemory, bytes_of
 from hvdkit.torch.distributed.operations import TensorOperations
 from hvdkit.torch.distributed.reductions import TorchReduction
-from hvdkit.torch.distributed.session import close_session, open_session
+from hvdkit.torch.distributed.session import MEETING, close_session, open_session
 from hvdkit.torch.distributed.work import HvdkitWork
+from hvdkit.transports.security.admission import absent_after
 
 _GROUPS_KEY, _NUMBER_KEY = "hvdkit/groups", "hvdkit/number"
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs have overloads that nothing calls
@@ -38,22 +42,35 @@ class HvdkitProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.session = session or open_session(self._store, size, rank, seconds)
         engine = self.session.engine
         ranks = list(range(size)) if self._owns_session else list(options.global_ranks_in_group)
-        self._ordered = engine.ordered_group(ranks, self._agree_on_number(rank), options.group_id, seconds)
+        number = 1 if self._owns_session else self._agree_on_number(self._store, ranks, seconds, MEETING)
+        self._ordered = engine.ordered_group(ranks, number, options.group_id, seconds)
         self.operations = TensorOperations(self._ordered)
         self._messages = engine.messages
         self._inner = InnerGroups(self._store, rank, size, lambda: self.seconds)
         self._memory = GroupMemory()
         self._name, self._description = str(options.group_id), "undefined"
 
-    def _agree_on_number(self, rank: int) -> int:
-        """Return a number that no other group of the job has, the same on all its ranks."""
-        if self._owns_session:
-            return 1
-        if rank == 0:
-            number = 1 + int(DEFAULT[0]._store.add(_GROUPS_KEY, 1))
-            self._store.set(_NUMBER_KEY, str(number))
-            return number
-        return int(self._store.get(_NUMBER_KEY))
+    def _agree_on_number(self, store: Any, ranks: Sequence[int], seconds: float, purpose: str) -> int:
+        """Return a number that no other group of the session has, the same on all ``ranks`` of a new one.
+
+        Raises PeerLostError, with ``purpose``, if the first of them does not come within ``seconds``.
+        """
+        if self._rank == 0:
+            first = self if self._owns_session else DEFAULT[0]
+            store.set(_NUMBER_KEY, str(1 + int(first._store.add(_GROUPS_KEY, 1))))
+        if absent_after(store, [_NUMBER_KEY], seconds):
+            raise PeerLostError(f"rank {ranks[self._rank]} waited {seconds:g} s for ranks {ranks[:1]} {purpose}")
+        return int(store.get(_NUMBER_KEY))
+
+    def light_group(self, name: str, seconds: float, purpose: str) -> OrderedGroup:
+        """Return one more group of ordered operations among the ranks of this one; collective, and blocks.
+
+        Raises PeerLostError, with ``purpose``, if the first rank does not come within ``seconds``.
+        """
+        count = self._store.add(f"hvdkit/light/{self._rank}", 1)
+        store, ranks = c10d.PrefixStore(f"hvdkit/light/{count}", self._store), list(self._ordered.group.members)
+        number = self._agree_on_number(store, ranks, seconds, purpose)
+        return self.session.engine.ordered_group(ranks, number, name, seconds)
 
     @property
     def seconds(self) -> float:

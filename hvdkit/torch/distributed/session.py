@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hvdkit import config, environments
 from hvdkit.config import Settings
-from hvdkit.engine.session.session import Session
+from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
 from hvdkit.environments.base import World
 from hvdkit.errors import EnvironmentConflictError, PeerLostError
 from hvdkit.transports.base import SoloTransport
@@ -70,7 +71,13 @@ def _world(rank: int, size: int) -> World:
     return World(LAUNCHER, rank, size, started.local_rank, started.local_size)
 
 
-_open_sessions: list[Session] = []
+_closing: list[threading.Event] = []
+_open_sessions: dict[Session, str] = {}  # in their order, which is the same on all ranks; and why this rank leaves
+
+
+def keep_open(session: Session, reason: str) -> None:
+    """Close a session when the process ends, with this ``reason`` for the other ranks, if nobody does before."""
+    _open_sessions[session] = reason
 
 
 def open_session(store: Any, size: int, rank: int, seconds: float) -> Session:
@@ -80,18 +87,30 @@ def open_session(store: Any, size: int, rank: int, seconds: float) -> Session:
     """
     settings = replace(config.from_environment(), verify=0, stall_shutdown_seconds=0.0)
     session = meet(store, range(size), rank, settings, min(seconds, settings.start_timeout_seconds), MEETING)
-    _open_sessions.append(session)
+    keep_open(session, ENDED)
     return session
 
 
-def close_session(session: Session, reason: str = ENDED) -> None:
-    """Say goodbye to the other ranks, and free everything. A second call does nothing."""
-    if session in _open_sessions and session.process == os.getpid():  # a forked child is no rank
-        _open_sessions.remove(session)
-        session.close(reason)
+def close_session(session: Session, reason: str = "", failed: bool = False) -> None:
+    """Say goodbye to the other ranks, and free everything. A second call does nothing.
+
+    ``failed``: wait only until the others have the goodbye.
+    """
+    usual = _open_sessions.pop(session, None)
+    if usual is None or session.process != os.getpid():  # a forked child is no rank
+        return
+    over = threading.Event()
+    _closing.append(over)
+    try:
+        session.close(reason or usual, failed=failed)
+    finally:
+        over.set()
+        _closing.remove(over)
 
 
 @atexit.register
 def _close_all() -> None:
     for session in list(_open_sessions):
         close_session(session)
+    for over in list(_closing):  # on other threads, which would come back from C++ when Python has ended
+        over.wait(GOODBYE_SECONDS)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from hvdkit.collectives.group import Group
 from hvdkit.engine.steps.lane import Lane
+from hvdkit.engine.steps.plan import Slot
+from hvdkit.engine.steps.reducer import Reducer
 from hvdkit.engine.steps.residuals import Checkpoint
 
 KEY = "compression"
@@ -25,6 +28,23 @@ IN_FLIGHT = (
     "while gradients are being compressed.\nHINT: call it after step()."
 )
 
+
+class WithResiduals(Protocol):
+    """A lane, or other gradients with a reducer."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Return the gradients."""
+
+    @property
+    def group(self) -> Group:
+        """Return the ranks."""
+
+    @property
+    def reducer(self) -> Reducer:
+        """Return the owner of the residuals."""
+
+
 Saved = dict[str, Any]
 Shapes = Mapping[str, Sequence[int]]  # by name: the shape of a parameter's gradient as it lies in memory
 
@@ -36,7 +56,7 @@ def save(lane: Lane) -> Saved | None:
     return saved(lane, [slot.name for slot in lane.slots])
 
 
-def saved(lane: Lane, names: Sequence[str]) -> Saved | None:
+def saved(lane: WithResiduals, names: Sequence[str]) -> Saved | None:
     """Return the residuals of a lane in which nothing runs by these names of its slots; None if there are none."""
     if not lane.reducer.residuals.keeps_anything:
         return None
@@ -59,7 +79,7 @@ def saved(lane: Lane, names: Sequence[str]) -> Saved | None:
     }
 
 
-def shapes_of(lane: Lane, names: Sequence[str]) -> Shapes:
+def shapes_of(lane: WithResiduals, names: Sequence[str]) -> Shapes:
     """Return the shapes of a lane's parameters by these names of its slots."""
     return {name: slot.shape for name, slot in zip(names, lane.slots, strict=True)}
 
@@ -95,7 +115,7 @@ def check(saved: Any, shapes: Shapes) -> list[Saved]:
     return list(states)
 
 
-def resume(lane: Lane, saved: Saved | Sequence[Saved], names: Sequence[str] | None = None) -> None:
+def resume(lane: WithResiduals, saved: Saved | Sequence[Saved], names: Sequence[str] | None = None) -> None:
     """Go on from the residuals that one or several ranks of an earlier job saved, and from the turn of its warm-up.
 
     ``names``: of the lane's slots, if not their own. Each rank's residuals are taken once: a rank takes its own;
