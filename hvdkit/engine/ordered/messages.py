@@ -17,8 +17,9 @@ from hvdkit.collectives.group import Array, Steps
 from hvdkit.engine.loop.completion import Completion
 from hvdkit.engine.loop.messages import MessageOffer
 from hvdkit.engine.loop.operation import Operation
+from hvdkit.engine.ops.hints import LEFT_EARLY
 from hvdkit.engine.ranks.assignments import message_tag
-from hvdkit.errors import HorovodInternalError, MismatchError, StallError
+from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError, StallError
 
 if TYPE_CHECKING:
     from hvdkit.engine.ordered.group import OrderedGroup
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _GROUP_SHIFT, _ANY_GROUP = 32, 1 << 63  # of a tag within a node, above those of all collectives
 _TAGS = (1 << 32) - 1
+DEPARTED_SECONDS = 1.0  # for which messages that a rank sent before it left may be on their way
 
 
 class Message(Completion):
@@ -126,10 +128,16 @@ class Messages:
         self._match(offer.group, offer.tag)
 
     def look(self, now: float) -> None:
-        """End messages that have taken longer than their groups' timeouts."""
+        """End messages that have taken longer than their groups' timeouts, or whose senders have all left."""
+        departed_at = self._engine.mailbox.departed_at
         for message in list(self._in_flight):
             if now - message.since > message.group.seconds:
                 self._drop(message, StallError(message.stalled(message.group.seconds)))
+            elif len(message.peers) > 1 and departed_at.keys() >= set(message.peers):
+                last = max(message.peers, key=departed_at.__getitem__)
+                if now - max(message.since, departed_at[last]) > DEPARTED_SECONDS:
+                    text = f"{message} on {self._engine.mailbox.me()}: all of them have left the job, rank {last} last."
+                    self._drop(message, PeerLostError(f"{text}\n{LEFT_EARLY.format(rank=last)}", last))
 
     def fail(self, error: HorovodInternalError, group: OrderedGroup | None = None) -> None:
         """End the messages of a group, or of all, with an error."""

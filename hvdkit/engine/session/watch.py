@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
 from hvdkit.engine.ops.batch import Handle
 from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED
+from hvdkit.engine.ordered.messages import DEPARTED_SECONDS
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError
@@ -23,7 +24,6 @@ logger = logging.getLogger("hvdkit")
 
 LOOK_SECONDS = 0.1
 BLOCKED_SECONDS = 0.2  # of a wait before the coordinator hears of it, so that it can find a dead-lock
-DEPARTED_SECONDS = 1.0  # for which messages that a rank sent before it left may be on their way
 
 
 class Watch:

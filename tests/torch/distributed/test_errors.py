@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -255,6 +256,24 @@ def test_a_lost_rank_is_an_error_of_all_others_in_backward_passes_of_ddp_and_fsd
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
+
+
+FROM_ANY = """
+import torch, torch.distributed as dist
+from hvdkit import autoload
+autoload.register()
+dist.init_process_group("hvdkit")
+if dist.get_rank() == 0: dist.recv(torch.ones(3))
+dist.destroy_process_group()
+"""
+
+
+def test_a_receive_from_any_rank_ends_when_all_have_left() -> None:
+    processes = start_ranks([sys.executable, "-c", FROM_ANY], 3, "torch", preload=TORCH)
+    (status, output), *others = [finished(process) for process in processes]
+    assert [other for other, _ in others] == [0, 0]
+    assert status == 1
+    assert re.search(r"PeerLostError: receive from ranks \[1, 2\].*all of them have left the job, rank [12] last", output)
 
 
 BESIDE_GLOO = """
