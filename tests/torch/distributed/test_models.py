@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -131,6 +132,31 @@ def test_compiled_ddp(hvd: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(train(torch.compile(model, backend="aot_eager"), model.parameters(), False))
+
+
+def test_models_that_inductor_compiles(hvd: Any) -> None:
+    """With collectives inside of the compiled function, too."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.fsdp import fully_shard
+
+    if shutil.which("g++") is None:
+        raise Skip("needs a compiler")
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+
+    def reduced(values: Tensor) -> Tensor:
+        gathered = functional.all_gather_tensor(values, 0, group)
+        scattered = functional.reduce_scatter_tensor(gathered, "sum", 0, group)
+        return functional.all_reduce(values * 2, "sum", group) + scattered + gathered.sum()
+
+    total = size * (size + 1) / 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values = torch.compile(reduced)(torch.full((8,), rank + 1.0))
+        assert torch.equal(values, torch.full((8,), 2 * total + size * (rank + 1) + 8 * total))
+        model = DistributedDataParallel(net())
+        check(train(torch.compile(model), model.parameters(), False))
+        sharded = fully_shard(net())
+        check(train(torch.compile(sharded), sharded.parameters(), False))
 
 
 def test_checkpoints_of_sharded_models(hvd: Any) -> None:
