@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,10 +102,10 @@ class SleepingLayer(nn.Linear):
         return Sleep.apply(super().forward(tensor), self.seconds)
 
 
-def idle_share(micro_batches: int, seconds: float) -> float:
-    """Return the measured share of a step's time in which a rank is idle."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    stage = PipelineStage(SleepingLayer(seconds), rank, size, torch.device("cpu"))
+def step_seconds(micro_batches: int, seconds: float, group: Any = None) -> float:
+    """Return the time of a step in which each rank of ``group`` is a stage."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    stage = PipelineStage(SleepingLayer(seconds), rank, size, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=F.mse_loss)
     batch = torch.zeros(micro_batches, 8)
     for _ in range(2):  # in the first step ranks also tell each other shapes
@@ -113,7 +114,14 @@ def idle_share(micro_batches: int, seconds: float) -> float:
         schedule.step(*([batch] if rank == 0 else []), target=batch if rank == size - 1 else None)
         dist.barrier()
         took = time.perf_counter() - started
-    return 1 - 2 * micro_batches * seconds / took
+    return took
+
+
+def idle_share(micro_batches: int, seconds: float) -> float:
+    """Return the measured share of a step's time in which a rank does nothing for its own stage."""
+    alone, _ = dist.new_subgroups(1)  # in which a step is one stage, without idle time
+    work = step_seconds(micro_batches, seconds, alone)
+    return 1 - work / step_seconds(micro_batches, seconds)
 
 
 def main() -> None:
