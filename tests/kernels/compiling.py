@@ -14,7 +14,7 @@ from tests.ranks import ROOT
 
 KERNELS, TRANSPORTS = ROOT / "hvdkit/kernels/csrc", ROOT / "hvdkit/transports/csrc"
 ARENA = ROOT / "hvdkit/arena/csrc"
-NEEDS_PYTHON = {"arguments.cpp", "codec_arguments.cpp", "codec_module.cpp", "module.cpp"}
+NEEDS_PYTHON = {"arguments.cpp", "codec_arguments.cpp", "codec_module.cpp", "module.cpp", "turns_module.cpp"}
 # As setup.py has them, where they change what the code means.
 MEANING = ["-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 

@@ -180,19 +180,19 @@ class ThreadGroup:
     """A group of ranks that are threads, in the place of a HookGroup."""
 
     def __init__(self, session: Session) -> None:
-        self.engine, self.left = session.engine, threading.Event()
+        self.engine, self.has_ended = session.engine, threading.Event()
         size = session.engine.topology.size
         self.ordered = self.engine.ordered_group(range(size), 1, "ddp_hook", TIMEOUT_SECONDS)
 
     def leave(self, reason: str) -> None:
         self.ordered.close()
-        self.left.set()
+        self.has_ended.set()
 
 
 def hook_on(session: Session, codec: Any = hvd.Compression.int8) -> DDPHook:
     """A hook whose ranks are connected, as threads may be."""
     hook, topology = hvd.ddp_hook(codec), session.engine.topology
-    hook._group, hook._rank, hook._ranks = ThreadGroup(session), topology.rank, list(range(topology.size))
+    hook._group, hook._rank = ThreadGroup(session), topology.rank
     return hook
 
 
@@ -203,22 +203,49 @@ def pretend(elements: int = 4096) -> PretendBucket:
     return bucket
 
 
-def test_all_futures_end_where_the_device_fails_again_in_saying_so() -> None:
+def test_all_futures_end_where_the_device_fails_when_they_shall() -> None:
     class Broken(torch.futures.Future):  # type: ignore[type-arg]
+        """Fails the first time, as where a kernel before it failed, or always."""
+
+        def __init__(self, always: bool) -> None:
+            super().__init__()
+            self.always, self.fails = always, True
+
         def set_result(self, result: Any) -> None:
-            raise RuntimeError("device-side assert triggered")
+            if self.fails:
+                self.fails = self.always
+                raise RuntimeError("device-side assert triggered")
+            super().set_result(result)
 
     def run(session: Session) -> None:
         hook = hook_on(session)
-        futures: list[Any] = [torch.futures.Future(), Broken(), torch.futures.Future()]
+        late = HookBucket(torch.ones(3), [], Broken(always=False))
+        late.finish()
+        assert late.future.done()
+        assert "device-side assert" in str(late.errors[0])
+        futures: list[Any] = [torch.futures.Future(), Broken(always=True), torch.futures.Future()]
         futures[0].set_result(torch.empty(0))  # as far as the step came
         handed = [HookBucket(torch.ones(3), [], future) for future in futures]
         for bucket in handed:
             hook._gradients.take(bucket)
         hook._fail(RuntimeError("an illegal memory access"))
-        assert [future.done() for future in futures] == [True, False, True]
+        assert [future.done() for future in futures] == [True, False, True], "all that can end"
         assert all("an illegal memory access" in str(bucket.errors[0]) for bucket in handed)
         with told(RuntimeError, "an earlier step failed", "an illegal memory access"):
+            hook.reduce(pretend()).wait()  # type: ignore[arg-type]
+
+    on_threads(1, run)
+
+
+def test_an_error_between_the_average_and_the_future_ends_it() -> None:
+    def run(session: Session) -> None:
+        hook = hook_on(session)
+
+        def fail(bucket: Any) -> None:
+            raise MemoryError("on purpose")
+
+        hook._gradients._give_back = fail  # type: ignore[method-assign]
+        with told(RuntimeError, "ddp_hook", "on purpose"):
             hook.reduce(pretend()).wait()  # type: ignore[arg-type]
 
     on_threads(1, run)

@@ -93,6 +93,11 @@ class LaneFailed(NamedTuple):
     text: str
 
 
+class GroupFailed(NamedTuple):
+    group: int  # the number of a group of ordered operations, which is of no use any more
+    text: str
+
+
 class MessageOffer(NamedTuple):
     """A message that the sender has for the receiver, which lies on another node."""
 
@@ -136,7 +141,7 @@ class Lost(NamedTuple):
 
 Message = (
     NewSignature | Ask | LaneClosed | Join | Waits | Run | Reject | Joined | JoinDone | JoinFailed
-    | LaneStarted | LaneFailed | MessageOffer | Abandoned | Ping | Pong | Bye | Left | Lost
+    | LaneStarted | LaneFailed | GroupFailed | MessageOffer | Abandoned | Ping | Pong | Bye | Left | Lost
 )  # fmt: skip
 _CLASSES: dict[str, Any] = {cls.__name__: cls for cls in get_args(Message)}
 

@@ -32,7 +32,7 @@ COMPARED_TAG = 7  # of the eight tags of an operation, that of its description
 class NetworkRunner:
     """The runner of calls in a group whose ranks do not all share memory: on the wire several overlap."""
 
-    most_in_flight = 4  # one is exchanged, one summed, one sent back, one waits
+    most_in_flight = 4  # so that the wire is busy while others are summed, compared or wait
 
     def __init__(self, group: Group, group_number: int) -> None:
         self._group, self._group_number = group, group_number
@@ -104,18 +104,14 @@ class NetworkRunner:
             yield from self._allreduce(call, call.target, tag, turns)
             return
         scratch = SCRATCH.take(call.source.nbytes)
-        try:
-            yield from self._allreduce(call, scratch[: call.source.nbytes].view(call.source.dtype), tag, turns)
-        finally:
-            SCRATCH.give_back(scratch)
+        yield from self._allreduce(call, scratch[: call.source.nbytes].view(call.source.dtype), tag, turns)
+        SCRATCH.give_back(scratch)  # not after an error: bytes may still come in
 
     def _reduce_scatter(self, call: Collective, tag: int) -> Steps[None]:
         group, source, each = self._group, call.source, call.target.size
         scratch = SCRATCH.take(source.nbytes)
-        try:
-            buffer = scratch[: source.nbytes].view(source.dtype)
-            buffer[...] = source  # the reduction overwrites its buffer
-            bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]
-            call.target[...] = yield from exchange.reduce_scatter(group, buffer, bounds, call.op, call.scale, tag)
-        finally:
-            SCRATCH.give_back(scratch)
+        buffer = scratch[: source.nbytes].view(source.dtype)
+        buffer[...] = source  # the reduction overwrites its buffer
+        bounds = [(rank * each, (rank + 1) * each) for rank in range(group.size)]
+        call.target[...] = yield from exchange.reduce_scatter(group, buffer, bounds, call.op, call.scale, tag)
+        SCRATCH.give_back(scratch)

@@ -94,6 +94,11 @@ class Collective:
     is_agreed: bool = False  # between nodes ranks do not compare it: an earlier call did for this one
 
     @property
+    def arrays(self) -> list[Array]:
+        """The memory that the call reads and writes, unless its own ``steps`` do."""
+        return [array for array in (self.source, self.target, *self.outgoing, *self.incoming) if array.size]
+
+    @property
     def kind(self) -> CollectiveKind:
         return self.description.kind
 

@@ -14,9 +14,9 @@ from hvdkit.errors import MismatchError
 
 
 def agree(group: OrderedGroup, name: str, facts: Signature) -> None:
-    """Compare the facts of all ranks, which are those of a plan; ``name`` is for errors. Blocks.
+    """Compare the facts of all ranks, and raise MismatchError on all if they differ, with the first that does. Blocks.
 
-    Raises MismatchError on all ranks if they differ, with the first fact that does.
+    ``facts``: as a named operation of the kind "plan" has them, with its "slots". ``name`` is for errors.
     """
     size, own = group.group.size, np.frombuffer(bytearray(json.dumps(facts).encode()), dtype=np.uint8)
     lengths = np.empty(size, dtype=np.int64)
@@ -25,7 +25,9 @@ def agree(group: OrderedGroup, name: str, facts: Signature) -> None:
     texts = [np.empty(length, dtype=np.uint8) for length in lengths.tolist()]
     description = Description(CollectiveKind.ALL_GATHER, "bytes", -1)
     _run(group, Collective(description, NO_ARRAY, NO_ARRAY, outgoing=[own] * size, incoming=texts))
-    requests = {rank: Request(json.loads(text.tobytes())) for rank, text in enumerate(texts)}
+    requests = {
+        rank: Request(json.loads(text.tobytes())) for rank, text in zip(group.group.members, texts, strict=True)
+    }
     assert PLAN.mismatch is not None
     if (problem := PLAN.mismatch(Key(0, "plan", name), requests)) is not None:
         raise MismatchError(problem)

@@ -11,8 +11,11 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from hvdkit.collectives.group import Group, Steps
 from hvdkit.engine.loop.completion import HALT_SECONDS, Completion
+from hvdkit.engine.loop.messages import GroupFailed
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ordered.between_nodes import NetworkRunner
 from hvdkit.engine.ordered.calls import Collective
@@ -54,7 +57,7 @@ class OrderedOperation(Completion):
         super().__init__(group.waiting)
         self.group, self.call, self.number, self.has_arrived = group, call, number, has_arrived
         self.is_through = False  # it ends once all before it have ended
-        self.failure: HorovodInternalError | None = None  # of this operation alone
+        self.failure: Exception | None = None  # why it ends with an error, if it does
 
     def __str__(self) -> str:
         return f"operation {self.number} of group '{self.group.name}', {self.call.description}"
@@ -136,13 +139,22 @@ class OrderedGroup:
                 self._error = error
             queue = list(self._queue)
             self._queue.clear()
-        running, self._running = list(self._running.values()), {}
-        self._engine.operations[:] = [each for each in self._engine.operations if each not in running]
+        running, self._running = self._running, {}
+        for each in running.values():
+            if each in self._engine.operations:
+                self._engine.operations.remove(each)
         for operation in queue:
             operation.end(error)
 
+    def tell_failure(self, text: str) -> None:
+        """Have all calls on the other ranks of the group end with an error of this text."""
+        others = [rank for rank in self.group.members if rank != self.group.members[self.group.rank]]
+        self._engine.mailbox.tell_later(others, GroupFailed(self.number, text))
+
     def close(self) -> None:
         """End the group on this rank, and give its memory back when its last rank does."""
+        if os.getpid() != self._process:
+            return
         error = HorovodInternalError(f"group '{self.name}' was destroyed on {self._engine.mailbox.me()}")
         with self._driver.halted(HALT_SECONDS):
             self.fail(error)
@@ -176,7 +188,9 @@ class OrderedGroup:
             return
         with self.lock:
             first = list(islice(self._queue, self._runner.most_in_flight))
-        for operation in first:
+        for place, operation in enumerate(first):
+            if operation.failure is not None or _share_memory(operation, first[:place]):
+                return  # those after it wait for it, or never run
             if operation not in self._running:
                 operation.since = monotonic()
                 steps, ended = self._steps(operation), partial(self._ended, operation)
@@ -185,40 +199,61 @@ class OrderedGroup:
                 self._engine.operations.append(running)
 
     def _steps(self, operation: OrderedOperation) -> Any:
-        """Run an operation. Returns an error that the ranks' calls or the caller's tensors caused; raises others."""
+        """Run an operation. Returns an error that concerns this group alone; raises others."""
         try:
             yield from self._runner.run(operation.call, operation.number, operation.has_arrived)
         except MismatchError as error:
             return error
-        try:
-            operation.call.finished()
-        except Exception as error:  # the caller's tensors caused it; the other ranks are not affected
-            return error
+        except HorovodInternalError:
+            raise
+        except Exception as error:
+            if operation.call.steps is None:
+                raise
+            return error  # of a codec
         return None
 
     def _ended(self, operation: OrderedOperation, error: Exception | None) -> None:
         """End the operations that are through, in their order, and begin the next ones; on the driver's thread."""
         if operation not in self._running:  # the group failed in this round
             return
-        if isinstance(error, MismatchError):
-            self.fail(error)
-            return
-        operation.is_through, over = True, []
-        if error is not None:
-            operation.failure = HorovodInternalError(
-                f"{operation}: the result could not be brought to its place: {in_words(error)}"
-            )
-            operation.failure.__cause__ = error
+        operation.is_through, operation.failure, over = True, error, []
         with self.lock:
-            while self._queue and self._queue[0].is_through:
+            while self._queue and self._queue[0].is_through and self._queue[0].failure is None:
                 over.append(self._queue.popleft())
-            if self._queue:
-                self._driver.inbox.append(self._begin)
+            first = self._queue[0] if self._queue else None
         if monotonic() - operation.since < NEXT_PATIENCE_SECONDS:
             self._patience = NEXT_PATIENCE_SECONDS
         for each in over:
             del self._running[each]
-            each.end(each.failure)
+            each.end(self._finish(each))
+        if first is None:
+            return
+        if isinstance(first.failure, MismatchError):  # which all ranks find
+            self.fail(first.failure)
+        elif first.failure is not None:
+            failure = HorovodInternalError(f"{first} on {self._engine.mailbox.me()}: {in_words(first.failure)}")
+            failure.__cause__ = first.failure
+            self.tell_failure(str(failure))
+            self.fail(failure)
+        else:
+            self._driver.inbox.append(self._begin)
+
+    def _finish(self, operation: OrderedOperation) -> HorovodInternalError | None:
+        """Bring the result to its place. Return the error of that, which does not affect the other ranks."""
+        try:
+            operation.call.finished()
+        except Exception as error:
+            text = f"{operation}: the result could not be brought to its place: {in_words(error)}"
+            failure = HorovodInternalError(text)
+            failure.__cause__ = error
+            return failure
+        return None
+
+
+def _share_memory(operation: OrderedOperation, others: Sequence[OrderedOperation]) -> bool:
+    """True if an operation may use memory that one of some others does."""
+    in_use = [array for other in others for array in other.call.arrays]
+    return any(np.may_share_memory(array, used) for array in operation.call.arrays for used in in_use)
 
 
 def _again(error: HorovodInternalError) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ LANE_TAG, TAGS_PER_OPERATION = 1 << 21, 8
 NAMED_SEQUENCES = LANE_TAG // TAGS_PER_OPERATION
 # A lane's tag: the lane's number, then the operation's number in the lane, then the phase of the operation.
 LANES, SEQUENCE, PHASES = 2048, 128, 8
-# Above those, an ordered operation's tag: its group's number, then its own, of which one is open at a time.
+# Above those, an ordered operation's tag: its group's number, then its own, of which four are open at a time.
 ORDERED_TAG, ORDERED_GROUPS, ORDERED_NUMBERS = LANE_TAG + LANES * SEQUENCE * PHASES, 1 << 14, 16
 MESSAGE_TAG, MESSAGES = 1 << 24, 1 << 20  # messages that may be under way between two ranks
 # How far the newest operation of a lane may be ahead of the oldest one that is open on a rank. Another rank can close

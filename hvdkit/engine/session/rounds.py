@@ -144,6 +144,9 @@ class Rounds:
                 self._joining.follow(message)
             case messages.LaneFailed():
                 self._lanes.lane_failed(message)
+            case messages.GroupFailed(number, text):
+                if (group := self._ordered.get(number)) is not None:
+                    group.fail(HorovodInternalError(text))
             case messages.MessageOffer():
                 self._messages.offered(sender, message)
             case messages.Abandoned():

@@ -15,7 +15,7 @@ logger = logging.getLogger("hvdkit")
 
 @dataclass(eq=False)
 class HookBucket:
-    """A bucket of DDP in one step. It ``waits`` for these buckets of slots to be averaged; None: they are not known."""
+    """A bucket of DDP in one step. ``waits``: the buckets of slots to be averaged first, None before they are known."""
 
     flat: Tensor
     parameters: list[Tensor]
@@ -31,6 +31,13 @@ class HookBucket:
         if self.errors:
             raise self.errors[0]
         return done.value()
+
+    def finish(self) -> None:
+        """End the Future with the averages."""
+        try:
+            self.future.set_result(self.flat)
+        except Exception as error:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """End the Future with an error."""

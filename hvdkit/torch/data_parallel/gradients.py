@@ -58,10 +58,20 @@ class ModelGradients:
         self._slots: dict[Tensor, int] = {}
         self._shapes: list[list[int]] = []
         self._lock = threading.Lock()  # DDP hands buckets over while the engine's driver ends others
-        self.step: list[HookBucket] = []  # of this step, the ones not averaged yet
+        self.step: list[HookBucket] = []  # the buckets of this step that are not averaged yet
         self.turn = 0  # complete steps, also earlier jobs'
         self.in_flight = False  # a bucket of this step was handed over
         self.is_registered = False
+        # The rest is of the first step on.
+        self.slots: list[Slot] = []
+        self.group: Group
+        self.reducer: HostReducer
+        self._description = ""  # of the slots, the same on all ranks
+        self._arrangement: Arrangement
+        self._marks: dict[int, list[Any]] = {}  # by bucket of slots: of the thread's work on a device
+        self._missing: list[int] = []  # by bucket of slots: slots not handed over
+        self._open: list[int] = []  # by bucket of slots: pieces not averaged
+        self._begun = 0  # pieces
 
     @property
     def have_model(self) -> bool:
@@ -79,6 +89,11 @@ class ModelGradients:
             raise ValueError(
                 f"ddp_hook: bucket {index} ({named(names)}) is {flat.dtype} on {flat.device}; "
                 f"expected one of {', '.join(map(str, DTYPES))} on the CPU or CUDA"
+            )
+        if self.step and flat.device != self.step[0].flat.device:
+            raise ValueError(
+                f"ddp_hook: bucket {index} is on {flat.device}, and another is on {self.step[0].flat.device}\n"
+                "HINT: keep all parameters of the model on one device."
             )
         if self.have_model and not all(parameter in (self._slots or self._names) for parameter in parameters):
             raise ValueError("ddp_hook: this hook belongs to another model\nHINT: make one for each model.")
@@ -101,16 +116,17 @@ class ModelGradients:
             dtype = as_array(torch.empty(0, dtype=dtypes[parameter])).dtype
             self.slots.append(Slot(name, shape, dtype, number))
         described = [[slot.name, list(slot.shape), str(slot.dtype), codecs[slot.codec].summary] for slot in self.slots]
-        agree(group.ordered, NAME, {"slots": described, "earlier": self.turn})
-        self._digest = repr(described)
+        device = step[0].flat.device
+        agree(group.ordered, NAME, {"slots": described, "earlier": self.turn, "device": device.type})
+        self._description = repr(described)
         self._slots = {parameter: slot for slot, (_, parameter) in enumerate(present)}
         self._shapes = [list(slot.shape) for slot in self.slots]
-        self._build(group, Reduction(ReduceOp.AVERAGE, 1.0, 1.0, tuple(codecs)), str(step[0].flat.device))
+        self._build(group, Reduction(ReduceOp.AVERAGE, 1.0, 1.0, tuple(codecs)), str(device))
         self.is_registered = True
 
     def _build(self, group: HookGroup, reduction: Reduction, device: str) -> None:
         """Make the reducer, and lay the slots out in buckets."""
-        self.group: Group = group.ordered.group
+        self.group = group.ordered.group
         opener, lanes = copies_opener(device), group.engine.lanes
         self.reducer = HostReducer(self.group, reduction, None, self.slots)
         if opener is not None:
@@ -122,14 +138,11 @@ class ModelGradients:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        arrangement: Arrangement = self._arrangement
-        self._marks: dict[int, list[Any]] = {}  # by bucket of slots: of the thread's work on a device
-        self._missing = arrangement.slots_of.copy()  # by bucket of slots: slots not handed over
-        self._open = [0] * len(arrangement.buckets)  # by bucket of slots: pieces not averaged
-        for piece in arrangement.pieces:
+        self._marks, self._begun, self.in_flight = {}, 0, False
+        self._missing = self._arrangement.slots_of.copy()
+        self._open = [0] * len(self._missing)
+        for piece in self._arrangement.pieces:
             self._open[piece.bucket] += 1
-        self._begun = 0  # pieces
-        self.in_flight = False
 
     def take(self, bucket: HookBucket) -> None:
         """Note that DDP has handed over a bucket."""
@@ -173,7 +186,7 @@ class ModelGradients:
     def call(self, index: int) -> Collective:
         """Return the call that averages a piece. Ranks compare plans and numbers of steps by the first of a step."""
         piece: Piece = self._arrangement.pieces[index]
-        number = zlib.crc32(f"{self._digest} {self.turn} {index}".encode())
+        number = zlib.crc32(f"{self._description} {self.turn} {index}".encode())
         dtype, elements = str(self._arrangement.buckets[piece.bucket].dtype), piece.end - piece.begin
         description = Description(CollectiveKind.ALL_REDUCE, dtype, elements, "avg", codec=number)
         steps = partial(self._steps, piece)
@@ -195,13 +208,14 @@ class ModelGradients:
                 if bucket.waits is not None:
                     bucket.waits.discard(piece.bucket)
             over = [bucket for bucket in self.step if bucket.waits == set()]
-            self.step = [bucket for bucket in self.step if bucket.waits != set()]
         for bucket in over:
             self._give_back(bucket)
         if not any(self._open):
             self.reducer.end_step()
             self.turn += 1
             self._begin_step()
+        with self._lock:  # not before: an error up to here ends all of the step's buckets
+            self.step = [bucket for bucket in self.step if bucket not in over]
         return over
 
     def _give_back(self, bucket: HookBucket) -> None:

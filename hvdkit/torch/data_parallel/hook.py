@@ -1,6 +1,7 @@
 """Codecs as a communication hook of torch's DistributedDataParallel: each piece of gradients is an ordered call."""
 # No postponed annotations here: DDP compares a hook's annotations with its classes.
 
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -8,17 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.api.gradients.compression import check_told_apart, codec_of
 from hvdkit.compression import Codec
 from hvdkit.engine.loop.completion import Completion
 from hvdkit.engine.ordered.facts import agree
-from hvdkit.errors import HorovodInternalError
+from hvdkit.engine.session.session import GOODBYE_SECONDS
+from hvdkit.errors import HorovodInternalError, MismatchError
 from hvdkit.torch.data_parallel.bucket import HookBucket
 from hvdkit.torch.data_parallel.gradients import ModelGradients, checked
 from hvdkit.torch.data_parallel.group import NAME as FUNCTION
-from hvdkit.torch.data_parallel.group import HookGroup, hooks_text
+from hvdkit.torch.data_parallel.group import HookGroup, hooks_text, ranks_beside
+from hvdkit.torch.distributed import callbacks
 
 
 class DDPHook:
@@ -32,7 +36,8 @@ class DDPHook:
         self._codec = codec
         self._process_group = process_group
         self._timeout = timeout
-        self._rank, self._ranks = -1, [-1]  # this rank in the job and the process group's ranks, once connected
+        self._rank = -1  # in the job, once connected
+        self._ranks: list[int] | None = None  # see ranks_beside
         self._gradients = ModelGradients(codec)
         self._loaded: list[Any] = []  # states from which the next step goes on
         self._group: HookGroup | None = None
@@ -113,6 +118,8 @@ class DDPHook:
         if self._loaded:
             kept = [entry for state in self._loaded for entry in state["kept"] if entry["rank"] % size == rank]
             return {**self._loaded[0], "rank": rank, "size": size, "kept": kept}
+        if self._broken is not None and self._group is not None:
+            self._group.has_ended.wait(GOODBYE_SECONDS)
         if not self._gradients.can_be_saved(self._broken is not None):
             why = "that was not completed" if self._broken is None else f"that failed: {self._broken}"
             raise HorovodInternalError(
@@ -159,7 +166,7 @@ class DDPHook:
 
     def _open(self) -> HookGroup:
         process_group = self._of_model()
-        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
+        self._rank, self._ranks = dist.get_rank(), ranks_beside(process_group)
         group = None
         try:
             group = HookGroup(self, process_group, self._timeout)
@@ -199,19 +206,27 @@ class DDPHook:
                     operation = group.ordered.start(gradients.call(index))
                     operation.call_when_done(partial(self._piece_ended, index))
             if is_last and operation is not None:
-                operation.wait()  # DDP would wait at once, without driving the engine meanwhile
+                # DDP waits for the Futures at the end of the backward pass, without driving the engine meanwhile.
+                with suppress(RuntimeError):  # outside of a backward pass, in DDP's join
+                    Variable._execution_engine.queue_callback(partial(_drive, operation))
         except BaseException as error:  # any error: without a result the backward pass would wait for ever
             self._fail(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _piece_ended(self, index: int, operation: Completion) -> None:
         try:
-            if operation.error is not None:
-                names = self._gradients.names_in(index)
-                raise type(operation.error)(f"{operation.error}\nIt was with the gradients of {names}.")
+            if (error := operation.error) is not None:
+                about = f"It was with the gradients of {self._gradients.names_in(index)}."
+                if isinstance(error, MismatchError):
+                    about += " The number after 'codec' stands for parameters, codecs and the number of steps."
+                raise HorovodInternalError(f"{error}\n{about}")
             for bucket in self._gradients.piece_ended(index):
-                bucket.future.set_result(bucket.flat)
+                callbacks.run(bucket.finish)  # the Future's own callbacks may wait for other operations
         except BaseException as error:  # any error, as above
             self._fail(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _fail(self, error: BaseException) -> None:
         """End the step's Futures with an error. All later steps fail too, and no rank waits for this rank any more."""
@@ -221,6 +236,11 @@ class DDPHook:
             bucket.fail((ValueError if isinstance(error, ValueError) else HorovodInternalError)(text))
         if is_first and self._group is not None:
             self._group.leave(text)
+
+
+def _drive(operation: Completion) -> None:
+    with suppress(HorovodInternalError):  # which the Futures raise
+        operation.wait()
 
 
 def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | None = None) -> DDPHook:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 logger = logging.getLogger("hvdkit")
 
 _tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer may come in between
 _idle = 0  # threads that have no task
 
 
@@ -24,7 +25,8 @@ def run(task: Callable[[], object]) -> None:
             _idle = 0
     _tasks.put(task)
     if starts:
-        threading.Thread(target=_serve, name="hvdkit-callbacks", daemon=True).start()
+        with suppress(RuntimeError):  # Python ends, and starts no threads any more
+            threading.Thread(target=_serve, name="hvdkit-callbacks", daemon=True).start()
 
 
 def _serve() -> None:

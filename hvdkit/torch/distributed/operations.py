@@ -242,8 +242,9 @@ class TensorOperations:
         operation = None
         for call in calls:
             operation = self.group.start(call)
-            if call.kind == CollectiveKind.ALL_REDUCE:
-                self._adoption.keep(call.source, operation)
+        for call in calls:
+            if call.kind == CollectiveKind.ALL_REDUCE and operation is not None:
+                self._adoption.keep(call.source, operation)  # until the last one: a call may be a piece of a tensor
         return HvdkitWork(operation, tensors)
 
     def _pieces_of(self, call: Collective) -> list[Collective]:

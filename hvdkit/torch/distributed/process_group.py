@@ -62,13 +62,13 @@ class HvdkitProcessGroup(_ProcessGroup):  # type: ignore[misc]
             raise PeerLostError(f"rank {ranks[self._rank]} waited {seconds:g} s for ranks {ranks[:1]} {purpose}")
         return int(store.get(_NUMBER_KEY))
 
-    def light_group(self, name: str, seconds: float, purpose: str) -> OrderedGroup:
-        """Return one more group of ordered operations among the ranks of this one; collective, and blocks.
+    def another_group(self, name: str, seconds: float, purpose: str) -> OrderedGroup:
+        """Return one more group of ordered operations, in the same session, of the same ranks; collective, and blocks.
 
         Raises PeerLostError, with ``purpose``, if the first rank does not come within ``seconds``.
         """
-        count = self._store.add(f"hvdkit/light/{self._rank}", 1)
-        store, ranks = c10d.PrefixStore(f"hvdkit/light/{count}", self._store), list(self._ordered.group.members)
+        count = self._store.add(f"hvdkit/more/{self._rank}", 1)
+        store, ranks = c10d.PrefixStore(f"hvdkit/more/{count}", self._store), list(self._ordered.group.members)
         number = self._agree_on_number(store, ranks, seconds, purpose)
         return self.session.engine.ordered_group(ranks, number, name, seconds)
 

@@ -71,12 +71,13 @@ def _world(rank: int, size: int) -> World:
     return World(LAUNCHER, rank, size, started.local_rank, started.local_size)
 
 
-_closing: list[threading.Event] = []
+CLOSING_SECONDS = 2.0  # for what follows the goodbyes
+_closing: list[threading.Event] = []  # set when a session is closed
 _open_sessions: dict[Session, str] = {}  # in their order, which is the same on all ranks; and why this rank leaves
 
 
-def keep_open(session: Session, reason: str) -> None:
-    """Close a session when the process ends, with this ``reason`` for the other ranks, if nobody does before."""
+def close_at_exit(session: Session, reason: str) -> None:
+    """Close a session when the process ends, with this ``reason`` for the other ranks, if nothing does before."""
     _open_sessions[session] = reason
 
 
@@ -87,7 +88,7 @@ def open_session(store: Any, size: int, rank: int, seconds: float) -> Session:
     """
     settings = replace(config.from_environment(), verify=0, stall_shutdown_seconds=0.0)
     session = meet(store, range(size), rank, settings, min(seconds, settings.start_timeout_seconds), MEETING)
-    keep_open(session, ENDED)
+    close_at_exit(session, ENDED)
     return session
 
 
@@ -96,13 +97,12 @@ def close_session(session: Session, reason: str = "", failed: bool = False) -> N
 
     ``failed``: wait only until the others have the goodbye.
     """
-    usual = _open_sessions.pop(session, None)
-    if usual is None or session.process != os.getpid():  # a forked child is no rank
-        return
     over = threading.Event()
     _closing.append(over)
     try:
-        session.close(reason or usual, failed=failed)
+        usual = _open_sessions.pop(session, None)
+        if usual is not None and session.process == os.getpid():  # a forked child is no rank
+            session.close(reason or usual, failed=failed)
     finally:
         over.set()
         _closing.remove(over)
@@ -113,4 +113,4 @@ def _close_all() -> None:
     for session in list(_open_sessions):
         close_session(session)
     for over in list(_closing):  # on other threads, which would come back from C++ when Python has ended
-        over.wait(GOODBYE_SECONDS)
+        over.wait(GOODBYE_SECONDS + CLOSING_SECONDS)

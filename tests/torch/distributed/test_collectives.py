@@ -494,3 +494,26 @@ def test_arguments_that_cannot_be_are_errors_of_this_rank_alone(hvd: Any) -> Non
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     check(tensor, torch.full((2,), float(size)))
+
+
+def test_calls_on_one_tensor_run_one_after_the_other(hvd: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for elements in (1000, 300_000):
+        tensor, others = torch.full((elements,), rank + 1.0), [torch.ones(elements) for _ in range(6)]
+        works = []
+        for other in others:
+            works += [dist.all_reduce(tensor, async_op=True), dist.all_reduce(other, async_op=True)]
+        works += [dist.broadcast(tensor, size - 1, async_op=True), dist.reduce(tensor, 0, async_op=True)]
+        for work in works:
+            work.wait()
+        total = size * (size + 1) / 2 * size**5
+        assert rank > 0 or torch.equal(tensor, torch.full((elements,), total * size))
+        assert all(torch.equal(other, torch.full((elements,), float(size))) for other in others)
+
+
+def test_a_large_tensor_travels_in_pieces(hvd: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = (torch.arange(9_000_000) % 1000.0).view(3000, 3000)
+    for tensor in (values + rank, (values + rank).t().contiguous().t()):
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, values * size + size * (size - 1) / 2)

@@ -96,7 +96,8 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout_of_the_group(hvd: 
     if is_last():
         dist.barrier()
     else:
-        with told(StallError, f"{SECONDS} s", f"[{dist.get_world_size() - 1}]", "all_reduce", "HINT"):
+        # Between nodes a rank may not know yet that the parts of others have come.
+        with told(StallError, f"{SECONDS} s", f"{dist.get_world_size() - 1}]", "all_reduce", "HINT"):
             dist.all_reduce(torch.ones(3), group=on)
         dist.barrier()
     on = group(SECONDS)
@@ -273,7 +274,9 @@ def test_a_receive_from_any_rank_ends_when_all_have_left() -> None:
     (status, output), *others = [finished(process) for process in processes]
     assert [other for other, _ in others] == [0, 0]
     assert status == 1
-    assert re.search(r"PeerLostError: receive from ranks \[1, 2\].*all of them have left the job, rank [12] last", output)
+    assert re.search(
+        r"PeerLostError: receive from ranks \[1, 2\].*all of them have left the job, rank [12] last", output
+    )
 
 
 BESIDE_GLOO = """

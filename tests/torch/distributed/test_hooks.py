@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdkit.compression import CustomCodec
 from tests.on_ranks import on_ranks
 from tests.ranks import Skip
 from tests.told import told
@@ -19,6 +23,21 @@ from tests.torch.distributed import ranks
 from tests.torch.optimizer_support import assert_close
 
 pytestmark = [on_ranks((1, "torch"), (3, "torch"), runner=ranks.RUNNER)]
+
+
+@dataclass(frozen=True)
+class Failing(CustomCodec):
+    """Fails on the last rank."""
+
+    name: ClassVar[str] = "failing"
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        if ddp.is_last():
+            raise ZeroDivisionError("on purpose")
+        return values
+
+    def decode(self, payload: np.ndarray, elements: int) -> np.ndarray:
+        return payload.view(np.float32)
 
 
 def engines() -> int:
@@ -81,6 +100,37 @@ def test_a_rank_that_does_not_come(hvd: Any) -> None:
         with told(hvd.HorovodInternalError, "waited 1 s"):
             hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=1)).register(model)
     dist.barrier()
+
+
+def test_an_error_on_one_rank_reaches_the_others_and_no_other_group(hvd: Any) -> None:
+    ddp.for_several_ranks()
+    began = time.monotonic()
+    job = ddp.constant(hvd, Failing(feedback=False))
+    with told(RuntimeError, "ddp_hook on rank", "on purpose", f"rank {dist.get_world_size() - 1}"):
+        job.step()
+    job = ddp.constant(hvd, hvd.Compression.none).steps(1)
+    if ddp.is_last():
+        job.hook.load_state_dict({**job.hook.state_dict(), "shapes": [[3]]})
+    with told(RuntimeError, "ddp_hook on rank", "the state_dict is of another model"):
+        job.step()
+    assert time.monotonic() - began < 30, "that is half of the group's timeout"
+    dist.barrier()
+
+
+def test_callbacks_of_a_future_may_communicate(hvd: Any) -> None:
+    def hook(state: Any, bucket: Any) -> Any:
+        def doubled(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            largest = torch.tensor(2.0)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            return done.value() * largest
+
+        return state.reduce(bucket).then(doubled)
+
+    hook.__annotations__.clear()  # DDP compares them with its classes
+    job = ddp.Job(ddp.net_of(), None)
+    job.model.register_comm_hook(hvd.ddp_hook(hvd.Compression.none), hook)
+    job.steps(2)
+    assert_close(-job.net.first.detach(), 4 * ddp.means()["first"])
 
 
 def test_the_group_ends_with_the_hook(hvd: Any) -> None:
