@@ -406,7 +406,7 @@ def test_residuals_go_through_a_checkpoint(hvd):
 
 def test_the_hook_of_distributed_data_parallel(hvd):
     if hvd.size() > 2 or (card.WAY == "host" and not card.IS_GPU):
-        raise Skip("two ranks suffice, and where the CPU stands in, one way: the hook's lanes are the host's anyway")
+        raise Skip("two ranks suffice, and where the CPU stands in, one way: the hook's reduction is the host's anyway")
 
     def hooked(model):
         trained = nn.parallel.DistributedDataParallel(model)

@@ -17,7 +17,7 @@ from hvdkit.torch.distributed.session import LAUNCHER
 from hvdkit.transports.security.listening import addresses_for
 
 # How often hvdkit ran each operation, by torch's name, and how often a group of Gloo or NCCL did: Gloo runs bitwise
-# reductions, reductions of sparse tensors and monitored_barrier, NCCL all that is on GPUs.
+# reductions and sparse tensors, NCCL all that is on GPUs.
 COUNTS: Counter[tuple[str, str]] = Counter()
 
 
@@ -57,7 +57,7 @@ class InnerGroups:
         """Return the group of NCCL, for tensors on GPUs. The first call is collective."""
         if "nccl" not in self._groups:
             if not dist.is_nccl_available():
-                raise ValueError("hvdkit: this PyTorch has no NCCL for tensors on GPUs\nHINT: give tensor.cpu().")
+                raise RuntimeError("hvdkit: this PyTorch has no NCCL for tensors on GPUs\nHINT: give tensor.cpu().")
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = timedelta(seconds=self._seconds())

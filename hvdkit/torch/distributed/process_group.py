@@ -15,8 +15,9 @@ from hvdkit.engine.ordered.group import OrderedGroup
 from hvdkit.engine.session.session import Session
 from hvdkit.errors import PeerLostError
 from hvdkit.torch.distributed.from_cpp import leave_untraced, reach_python, torch_version
-from hvdkit.torch.distributed.inner import COUNTS, InnerGroups
+from hvdkit.torch.distributed.inner import InnerGroups
 from hvdkit.torch.distributed.memory import GroupMemory, bytes_of
+from hvdkit.torch.distributed.monitored import monitored_barrier
 from hvdkit.torch.distributed.operations import TensorOperations
 from hvdkit.torch.distributed.reductions import TorchReduction
 from hvdkit.torch.distributed.session import MEETING, close_session, open_session
@@ -107,14 +108,18 @@ class HvdkitProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the group on this rank; the default group's end is that of the session."""
+        self._end("")
+
+    def _end(self, failure: str) -> None:
         self.operations.close()
         self._inner.shutdown()
         if self._owns_session:
-            close_session(self.session)
+            close_session(self.session, failure, failed=bool(failure))
             DEFAULT[:] = [group for group in DEFAULT if group is not self]
 
     def abort(self) -> None:
-        self.shutdown()
+        """End the group at once; the default group's other ranks get an error that says so."""
+        self._end("it called abort()")
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors, opts = _as_list(tensors), opts or c10d.AllreduceOptions()
@@ -240,8 +245,8 @@ class HvdkitProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, None, tag)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        COUNTS["monitored_barrier", "gloo"] += 1
-        self._inner.gloo().monitored_barrier(timeout or timedelta(seconds=self.seconds), wait_all_ranks)
+        """Wait for all ranks; rank 0 raises StallError with the first, or all, that do not come within ``timeout``."""
+        monitored_barrier(self._messages, self._ordered, timeout or timedelta(seconds=self.seconds), wait_all_ranks)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._ordered.calls
@@ -261,6 +266,7 @@ def new_group(options: Any, pg_options: Any = None) -> HvdkitProcessGroup:
             'HINT: use backend "gloo", or hvd.DistributedOptimizer, which older versions have too.'
         )
     reach_python(HvdkitProcessGroup)
+    leave_untraced(HvdkitProcessGroup, TensorOperations, HvdkitWork)
     if options.global_ranks_in_group and DEFAULT:
         return HvdkitProcessGroup(options, DEFAULT[0].session)
     group = HvdkitProcessGroup(options, None)  # beside a default group of another backend, a session of its own
@@ -271,6 +277,3 @@ def new_group(options: Any, pg_options: Any = None) -> HvdkitProcessGroup:
 
 def _as_list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-leave_untraced(HvdkitProcessGroup, TensorOperations, HvdkitWork)

@@ -236,8 +236,9 @@ else:
     model = DistributedDataParallel(net)
     if rank == 1: next(net.parameters()).register_hook(lambda gradient: leave() if step == 3 else None)
 for step in range(100):
-    if rank == 1 and step == 3 and sys.argv[2] == "fsdp": leave()
-    model(torch.ones(2, 64)).sum().backward()
+    output = model(torch.ones(2, 64))
+    if rank == 1 and step == 3 and sys.argv[2] == "fsdp": output.register_hook(lambda gradient: leave())
+    output.sum().backward()
 """
 
 
@@ -257,6 +258,74 @@ def test_a_lost_rank_is_an_error_of_all_others_in_backward_passes_of_ddp_and_fsd
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
+
+
+@two_and_three
+def test_a_monitored_barrier_names_the_ranks_that_do_not_come(hvd: Any) -> None:
+    size = dist.get_world_size()
+    for waits_for_all in (False, True):
+        on = group()
+        if dist.get_rank() == 0:
+            late = list(range(1, size)) if waits_for_all else [1]
+            with told(StallError, "monitored_barrier", f"ranks {late} did not come within 1 s", "HINT"):
+                on.monitored_barrier(timedelta(seconds=1), wait_all_ranks=waits_for_all)
+        dist.barrier()
+        if dist.get_rank() > 0:
+            with told(StallError, "waited 1 s"):
+                on.monitored_barrier(timedelta(seconds=1))
+        dist.barrier()
+
+
+@two_and_three
+def test_calls_end_when_their_group_is_aborted(hvd: Any) -> None:
+    on = group()
+    if is_last():
+        work = dist.all_reduce(torch.ones(3), group=on, async_op=True)
+        on.abort()
+        with told(HorovodInternalError, "was destroyed"):
+            work.wait()
+    dist.barrier()
+
+
+ABORTED = """
+import torch, torch.distributed as dist
+from hvdkit import autoload
+autoload.register()
+dist.init_process_group("cpu:hvdkit,cuda:nccl")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+assert tensor[0] == dist.get_world_size()
+if dist.get_rank() == 0: dist.group.WORLD.abort()
+else: dist.all_reduce(tensor)
+"""
+
+
+def test_the_end_of_a_default_group_that_is_aborted_reaches_the_others() -> None:
+    processes = start_ranks([sys.executable, "-c", ABORTED], 2, "torch", preload=TORCH)
+    (first, printed), (second, output) = [finished(process) for process in processes]
+    assert first == 0, printed
+    assert second == 1
+    assert "which has left the job: it called abort()" in output
+
+
+OLDER = """
+import torch
+torch.__version__ = "2.6.0"
+frames = torch._C._dynamo.eval_frame
+del frames._FrameExecStrategy, frames.set_code_exec_strategy
+import hvdkit.torch as hvd
+hvd.init()
+assert hvd.allreduce(torch.ones(3)).tolist() == [1.0] * 3
+from hvdkit import autoload
+autoload.register()
+torch.distributed.init_process_group("hvdkit", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+"""
+
+
+def test_an_older_pytorch_has_all_but_the_backend() -> None:
+    result = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert "RuntimeError: the backend hvdkit needs PyTorch 2.13 or later, this is 2.6.0\nHINT: use" in result.stderr
 
 
 FROM_ANY = """
