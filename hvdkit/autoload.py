@@ -8,12 +8,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 BACKEND = "hvdkit"
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def register() -> None:
@@ -36,18 +34,13 @@ def register() -> None:
 def meet(by_variables: Any, url: str, **options: Any) -> Any:
     """Return the iterator by which ranks meet: torch's, or hvdkit's where mpirun or srun set none of torch's variables.
 
-    ``by_variables``: torch's handler of ``env://``, called in place of which this is; ``url`` has its arguments.
+    torch calls this in place of ``by_variables``, its own handler of ``env://``; ``url`` has the handler's arguments.
     """
-    if "HVDKIT_INIT_PIPE" in os.environ:
-        from hvdkit.environments.failure_record import tell_init
-
-        tell_init()
-    given = dict(parse_qsl(urlsplit(url).query))
-    if all(os.environ.get(name) or name.lower() in given for name in _VARIABLES):
-        return by_variables(url, **options)
     from hvdkit.environments import world_for_torch
+    from hvdkit.environments.failure_record import tell_init
 
-    world = world_for_torch(given.get("rank"), given.get("world_size"))
+    tell_init()
+    world = world_for_torch(dict(parse_qsl(urlsplit(url).query)))
     if world is None:
         return by_variables(url, **options)  # which says what is missing
     from hvdkit.torch.distributed.rendezvous import rendezvous

@@ -26,6 +26,9 @@ _launchers: list[Detect] = [
     launchers.srun,
 ]
 
+# Of torch's rendezvous; each may also be an argument.
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def register(launcher: Detect) -> None:
     """Try ``launcher`` before all others. Call it before ``hvd.init()``."""
@@ -45,21 +48,23 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
     return World("none", rank=0, size=1, local_rank=0, local_size=1)
 
 
-def world_for_torch(
-    rank: str | None = None, size: str | None = None, environ: Mapping[str, str] | None = None
-) -> World | None:
+def world_for_torch(given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> World | None:
     """Return the World of one of several ranks that mpirun or srun started, for ``torch.distributed``.
 
-    Its rendezvous, None where ranks can only meet by MPI, is not that of hvdkit's own store. ``rank`` and ``size``: the
-    arguments of ``init_process_group``. None if these are of another job, or the launcher is another: torch knows best.
+    Its rendezvous, None where ranks can only meet by MPI, is not that of hvdkit's own store. ``given``: the arguments
+    of ``init_process_group``, as "rank". None where torch has all that it needs, these are of another job, or the
+    launcher is another.
     """
-    environ = os.environ if environ is None else environ
+    given, environ = given or {}, os.environ if environ is None else environ
+    if all(environ.get(name) or name.lower() in given for name in _TORCH_VARIABLES):
+        return None
     try:
         world = detect(environ)
     except EnvironmentConflictError:  # torch says which of its variables is missing
         return None
     is_served = world.size > 1 and (world.mpi or world.launcher == "srun")
-    if not is_served or rank not in (None, str(world.rank)) or size not in (None, str(world.size)):
+    rank, size = given.get("rank", str(world.rank)), given.get("world_size", str(world.size))
+    if not is_served or (rank, size) != (str(world.rank), str(world.size)):
         return None
     place = launchers.torch_rendezvous(world, environ)
     return replace(world, rendezvous=place) if world.mpi or place is not None else None

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from hvdkit.engine.loop import negotiation
 from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.ordered.group import _again
 from hvdkit.engine.session import session as sessions
 from hvdkit.engine.session.session import Session
 from hvdkit.engine.steps.plan import Slot
-from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
+from hvdkit.errors import HorovodInternalError, MismatchError, PayloadError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport
@@ -336,3 +337,11 @@ def test_a_step_that_goes_on_is_not_stalled():
         assert lane.small(0)[0] == lane.small(1)[0] == 2
 
     on_threads(2, run, fusion_threshold=0, stall_shutdown_seconds=3.0)
+
+
+def test_a_later_call_raises_the_error_of_an_earlier_one_with_its_class_and_rank() -> None:
+    for error in (PayloadError(2, "its end is missing"), PeerLostError("rank 2 is lost", 2), MismatchError("differ")):
+        again = _again(error)
+        assert type(again) is type(error)
+        assert str(again) == f"an earlier operation of this group failed: {error}"
+        assert getattr(again, "rank", 2) == 2

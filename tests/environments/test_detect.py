@@ -213,8 +213,9 @@ def test_only_ranks_of_mpi_and_srun_meet_for_torch_by_other_variables(name):
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "4"), ("2", None), (None, "4")])
 def test_a_rank_and_a_size_of_another_job_are_torchs_matter(rank, size):
-    assert world_for_torch(rank, size, OPENMPI) == OF_OPENMPI
-    assert world_for_torch(rank and "1", size and "3", OPENMPI) is None
+    given = {name: value for name, value in (("rank", rank), ("world_size", size)) if value}
+    assert world_for_torch(given, OPENMPI) == OF_OPENMPI
+    assert world_for_torch({name: str(int(value) - 1) for name, value in given.items()}, OPENMPI) is None
 
 
 # -- Slurm's short forms stand for what `scontrol show hostnames` prints -----------------------------------------------

@@ -21,6 +21,7 @@ from hvdkit.transports.base import Transport
 PASSING_ON_SECONDS = 1.0
 # After a change of routes, messages wait this long for earlier messages on the old route; less after a failure.
 SETTLING_SECONDS, FAILED_SETTLING_SECONDS = 0.5, 0.05
+DEPARTED_SECONDS = 1.0  # for which messages that a rank sent before it left may be on their way
 
 
 class Mailbox:

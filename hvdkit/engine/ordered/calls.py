@@ -73,6 +73,10 @@ def description_of(words: Sequence[int]) -> Description:
     return Description(CollectiveKind(words[0]), dtype, elements, op, words[1], codec)
 
 
+def nothing_left() -> None:
+    """Do nothing: the result of a call is in its place, or another call brings it there."""
+
+
 @dataclass(slots=True)
 class Collective:
     """A collective call of this rank.
@@ -89,7 +93,7 @@ class Collective:
     scale: Scale = ONE
     outgoing: Sequence[Array] = ()
     incoming: Sequence[Array] = ()
-    finished: Callable[[], None] = lambda: None  # brings the result to where the caller wants it
+    finished: Callable[[], None] = nothing_left  # brings the result to where the caller wants it
     steps: Callable[[int], Steps[None]] | None = None  # the algorithm for a tag, in place of that of its kind
     is_agreed: bool = False  # between nodes ranks do not compare it: an earlier call did for this one
 

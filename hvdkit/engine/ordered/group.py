@@ -170,7 +170,7 @@ class OrderedGroup:
     def _next_number(self) -> int:
         self.check_process()
         if self._error is not None:
-            raise type(self._error)(*_again(self._error)) from self._error
+            raise _again(self._error) from self._error
         self.calls += 1
         return self.calls
 
@@ -251,16 +251,16 @@ class OrderedGroup:
 
 
 def _share_memory(operation: OrderedOperation, others: Sequence[OrderedOperation]) -> bool:
-    """True if an operation may use memory that one of some others does."""
+    """True if an operation may use memory of one of the others."""
     in_use = [array for other in others for array in other.call.arrays]
     return any(np.may_share_memory(array, used) for array in operation.call.arrays for used in in_use)
 
 
-def _again(error: HorovodInternalError) -> tuple[Any, ...]:
-    """Return the arguments of an error that says that an earlier call failed."""
-    text = f"an earlier operation of this group failed: {error}"
-    rank = getattr(error, "rank", None)
-    return (text,) if rank is None else (text, rank)
+def _again(error: HorovodInternalError) -> HorovodInternalError:
+    """Return an error of the same class that says that an earlier call failed."""
+    again = type(error).__new__(type(error), f"an earlier operation of this group failed: {error}")
+    again.__dict__.update(error.__dict__)
+    return again
 
 
 def make_group(engine: Engine, members: Sequence[int], number: int, name: str, seconds: float) -> OrderedGroup:

@@ -16,6 +16,7 @@ import numpy as np
 from hvdkit.collectives.group import Array, Steps
 from hvdkit.engine.loop.completion import Completion
 from hvdkit.engine.loop.messages import MessageOffer
+from hvdkit.engine.loop.negotiation import DEPARTED_SECONDS
 from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ops.hints import LEFT_EARLY
 from hvdkit.engine.ranks.assignments import message_tag
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 _GROUP_SHIFT, _ANY_GROUP = 32, 1 << 63  # of a tag within a node, above those of all collectives
 _TAGS = (1 << 32) - 1
-DEPARTED_SECONDS = 1.0  # for which messages that a rank sent before it left may be on their way
 
 
 class Message(Completion):

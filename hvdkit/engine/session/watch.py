@@ -8,9 +8,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
+from hvdkit.engine.loop.negotiation import DEPARTED_SECONDS
 from hvdkit.engine.ops.batch import Handle
 from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED
-from hvdkit.engine.ordered.messages import DEPARTED_SECONDS
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,15 +21,15 @@ class HookBucket:
     parameters: list[Tensor]
     future: Future[Tensor]
     waits: set[int] | None = None
-    errors: list[BaseException] = field(default_factory=list)
+    error: BaseException | None = None
 
     def result(self, done: Future[Tensor]) -> Tensor:
         """Return the average, as a callback of the Future, or raise the error that ended the step.
 
         DDP waits in C++, which gets an error that a callback raises, but not that of Future.set_exception.
         """
-        if self.errors:
-            raise self.errors[0]
+        if self.error is not None:
+            raise self.error
         return done.value()
 
     def finish(self) -> None:
@@ -41,7 +41,7 @@ class HookBucket:
 
     def fail(self, error: BaseException) -> None:
         """End the Future with an error."""
-        self.errors = [error]
+        self.error = error
         try:
             if not self.future.done():
                 self.future.set_result(torch.empty(0))  # never used, and not on the device, which may have failed

@@ -43,7 +43,7 @@ KEYS = {*ALIKE, "rank", "kept"}
 NAMED = 3  # parameters that an error names
 
 
-def named(names: Sequence[str]) -> str:
+def abridged(names: Sequence[str]) -> str:
     """Return the first of some names, and the count of the rest."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
@@ -87,7 +87,7 @@ class ModelGradients:
         if flat.dtype not in DTYPES or flat.device.type not in ("cpu", "cuda"):
             names = [self._names.get(parameter) or str([*parameter.shape]) for parameter in parameters]
             raise ValueError(
-                f"ddp_hook: bucket {index} ({named(names)}) is {flat.dtype} on {flat.device}; "
+                f"ddp_hook: bucket {index} ({abridged(names)}) is {flat.dtype} on {flat.device}; "
                 f"expected one of {', '.join(map(str, DTYPES))} on the CPU or CUDA"
             )
         if self.step and flat.device != self.step[0].flat.device:
@@ -151,7 +151,7 @@ class ModelGradients:
             self.in_flight = True
 
     def drop(self) -> list[HookBucket]:
-        """Return all buckets of this step, which are forgotten."""
+        """Forget this step's buckets, and return them."""
         with self._lock:
             step, self.step = self.step, []
         return step
@@ -227,7 +227,7 @@ class ModelGradients:
     def names_in(self, index: int) -> str:
         """Return the names of the parameters in a piece, for errors."""
         bucket = self._arrangement.buckets[self._arrangement.pieces[index].bucket]
-        return named([self.slots[slot].name for slot in bucket.slots])
+        return abridged([self.slots[slot].name for slot in bucket.slots])
 
     @property
     def _keys(self) -> list[str]:

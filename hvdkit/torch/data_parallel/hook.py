@@ -217,9 +217,9 @@ class DDPHook:
     def _piece_ended(self, index: int, operation: Completion) -> None:
         try:
             if (error := operation.error) is not None:
-                about = f"It was with the gradients of {self._gradients.names_in(index)}."
+                about = f"It averages the gradients of {self._gradients.names_in(index)}."
                 if isinstance(error, MismatchError):
-                    about += " The number after 'codec' stands for parameters, codecs and the number of steps."
+                    about += " The number after 'codec' is a hash of parameters, codecs and the number of steps."
                 raise HorovodInternalError(f"{error}\n{about}")
             for bucket in self._gradients.piece_ended(index):
                 callbacks.run(bucket.finish)  # the Future's own callbacks may wait for other operations

@@ -14,7 +14,7 @@ from hvdkit.collectives.compressed import reduce_scatter_encoded
 from hvdkit.collectives.group import partition
 from hvdkit.collectives.hierarchical import nodes_of
 from hvdkit.compression import CodecState, PayloadCodec
-from hvdkit.engine.ordered.calls import NO_ARRAY, Collective, CollectiveKind, Description
+from hvdkit.engine.ordered.calls import NO_ARRAY, Collective, CollectiveKind, Description, nothing_left
 from hvdkit.engine.ordered.group import OrderedGroup
 from hvdkit.kernels import ONE, ReduceOp, Scale
 from hvdkit.torch.distributed.memory import Adoption, array_of, bytes_of
@@ -255,7 +255,7 @@ class TensorOperations:
             return [call]
         runs = [slice(*run) for run in partition(source.size, count, source.itemsize)]
         *others, last = (replace(call, source=source[run], target=target[run]) for run in runs)
-        return [*(replace(piece, finished=_nothing) for piece in others), last]
+        return [*(replace(piece, finished=nothing_left) for piece in others), last]
 
     def _reducing(
         self,
@@ -285,7 +285,3 @@ class TensorOperations:
                 f"all_to_all_single: {argument}: expected {self._size} numbers with the sum {rows}, got {splits}"
             )
         return torch.split(tensor, splits)
-
-
-def _nothing() -> None:
-    """Do nothing: a later piece completes the call."""
