@@ -74,3 +74,14 @@ def partition(count: int, parts: int, itemsize: int) -> list[tuple[int, int]]:
     each, longer = divmod(-(-count // line), parts)
     cuts = [min(count, (part * each + min(part, longer)) * line) for part in range(parts + 1)]
     return list(pairwise(cuts))
+
+
+def equal_runs(count: int, parts: int) -> list[tuple[int, int]]:
+    """Cut ``count`` elements into ``parts`` equal ranges (start, stop)."""
+    each = count // parts
+    return [(part * each, (part + 1) * each) for part in range(parts)]
+
+
+def equal_parts(array: Array, parts: int) -> list[Array]:
+    """Return ``parts`` equal parts of a flat array, as views."""
+    return [array[start:stop] for start, stop in equal_runs(array.size, parts)]

@@ -136,12 +136,18 @@ class Staging:
         source: Array | None = None,
     ) -> Steps[None]:
         """Make one pass over ``flat``, out of ``source`` if given; ``shares`` are the members' elements."""
-        queue = self.queues[half]
-        if queue.passed != ticket:
-            yield [Turn(queue, ticket, self._rank)]
-        staged = self.new_pass(half, mode, flat, shares, op, scale, source)
-        yield [Pass(staged, self.members, self.spin_seconds)]
-        queue.passed += 1
+        yield from self.enter(half, ticket)
+        yield [self.under_way(self.new_pass(half, mode, flat, shares, op, scale, source))]
+        self.queues[half].passed += 1
+
+    def enter(self, half: int, ticket: int) -> Steps[None]:
+        """Wait until an area serves a ticket; then passes run there until the caller increments ``passed``."""
+        if self.queues[half].passed != ticket:
+            yield [Turn(self.queues[half], ticket, self._rank)]
+
+    def under_way(self, staged: Any) -> Pass:
+        """Return a native pass as a transfer that moves it on."""
+        return Pass(staged, self.members, self.spin_seconds)
 
     def new_pass(
         self,

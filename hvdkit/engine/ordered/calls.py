@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdkit.collectives.group import Array, Steps
+from hvdkit.collectives.group import Array, Steps, equal_parts
 from hvdkit.engine.ranks.turns import Reading
 from hvdkit.kernels import ONE, ReduceOp, Scale
 
@@ -141,17 +141,11 @@ def with_parts(call: Collective, me: int, size: int) -> Collective:
     nothing, root = [NO_ARRAY] * size, call.description.root
     if call.kind == CollectiveKind.GATHER:
         outgoing = [*nothing[:root], call.source, *nothing[root + 1 :]]
-        return replace(call, outgoing=outgoing, incoming=parts_of(call.target, size) if me == root else nothing)
+        return replace(call, outgoing=outgoing, incoming=equal_parts(call.target, size) if me == root else nothing)
     if call.kind == CollectiveKind.SCATTER:
         incoming = [*nothing[:root], call.target, *nothing[root + 1 :]]
-        return replace(call, outgoing=parts_of(call.source, size) if me == root else nothing, incoming=incoming)
+        return replace(call, outgoing=equal_parts(call.source, size) if me == root else nothing, incoming=incoming)
     return call
-
-
-def parts_of(array: Array, size: int) -> list[Array]:
-    """Return ``size`` equal parts of a flat array, as views."""
-    each = array.size // size
-    return [array[rank * each : (rank + 1) * each] for rank in range(size)]
 
 
 def mismatch(number: int, descriptions: Sequence[Description], ranks: Sequence[int]) -> str:

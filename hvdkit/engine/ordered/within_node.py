@@ -14,15 +14,14 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.collectives import exchange
-from hvdkit.collectives.group import Array, Group, Steps, partition
-from hvdkit.collectives.staging import Mode, Pass, Staging
+from hvdkit.collectives.group import Array, Group, Steps, equal_parts, equal_runs, partition
+from hvdkit.collectives.staging import Mode, Staging
 from hvdkit.engine.ordered.calls import (
     Collective,
     CollectiveKind,
     description_of,
     lengths_of,
     mismatch,
-    parts_of,
     reading_of,
     with_parts,
     words_of,
@@ -117,7 +116,7 @@ class NodeRunner:
                 # The others may still read this rank's memory, and write to it.
                 yield [_TurnWait(turns, partial(turns.readers, number), group.members)]
             else:
-                yield [Pass(staged or self._stage(call), self._staging.members, self._staging.spin_seconds)]
+                yield [self._staging.under_way(staged or self._stage(call))]
                 turns.finish(number)
             is_over = True
         finally:
@@ -155,11 +154,11 @@ class NodeRunner:
         """Begin a pass over the node's slots, and put the first chunk into this rank's."""
         size, me, root = self._group.size, self._group.rank, call.description.root
         source, target = call.source, call.target
-        array, own, mode, shares = target, None, Mode.ALLREDUCE, _equal_shares(target.size, size)
+        array, own, mode, shares = target, None, Mode.ALLREDUCE, equal_runs(target.size, size)
         if call.kind == CollectiveKind.ALL_REDUCE:
             shares = partition(target.size, size, target.itemsize)
         elif call.kind == CollectiveKind.REDUCE_SCATTER:
-            array, own, mode, shares = source, target, Mode.REDUCE_SCATTER, _equal_shares(source.size, size)
+            array, own, mode, shares = source, target, Mode.REDUCE_SCATTER, equal_runs(source.size, size)
         elif call.kind == CollectiveKind.REDUCE:
             array, own, mode, shares = source, target if me == root else None, Mode.REDUCE_SCATTER, [(0, 0)] * size
             shares[root] = (0, source.size)
@@ -167,7 +166,7 @@ class NodeRunner:
             array, mode, shares = source if me == root else target, Mode.ALLGATHER, [(0, 0)] * size
             shares[root] = (0, array.size)
         elif call.kind == CollectiveKind.ALL_GATHER:
-            mode, part = Mode.ALLGATHER, parts_of(target, size)[me]
+            mode, part = Mode.ALLGATHER, equal_parts(target, size)[me]
             if not _is_same(part, source):
                 part[...] = source
         else:
@@ -198,20 +197,15 @@ class NodeRunner:
             kernels.reduce_into(shares, shares, call.op, call.scale)
             return
         if call.kind == CollectiveKind.REDUCE_SCATTER:
-            shares = [parts_of(source, size)[me] for source in sources]
+            shares = [equal_parts(source, size)[me] for source in sources]
             kernels.reduce_into(target, shares, call.op, call.scale)
             return
         for step in range(size):  # each rank begins with its own part, so that ranks do not all read one rank's memory
             rank = (me + step) % size
-            part = sources[rank] if call.kind == CollectiveKind.ALL_GATHER else parts_of(sources[rank], size)[me]
-            into = parts_of(target, size)[rank]
+            part = sources[rank] if call.kind == CollectiveKind.ALL_GATHER else equal_parts(sources[rank], size)[me]
+            into = equal_parts(target, size)[rank]
             if not _is_same(into, part):
                 into[...] = part
-
-
-def _equal_shares(count: int, size: int) -> list[tuple[int, int]]:
-    each = count // size
-    return [(rank * each, (rank + 1) * each) for rank in range(size)]
 
 
 def _moves_in_place(call: Collective) -> bool:

@@ -148,6 +148,13 @@ def test_reduce_broadcast_gather_and_scatter(hvd: Any, elements: int) -> None:
             check(output, values(rank, elements))
 
 
+def test_a_broadcast_of_many_megabytes_goes_by_way_of_the_nodes(hvd: Any) -> None:
+    for root in range(dist.get_world_size()):
+        tensor = values(dist.get_rank(), 1_500_001)
+        dist.broadcast(tensor, root)
+        check(tensor, values(root, 1_500_001))
+
+
 @small_and_large
 def test_all_gather_and_reduce_scatter_in_both_generations_of_names(hvd: Any, elements: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
