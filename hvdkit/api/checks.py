@@ -19,6 +19,11 @@ def check_registered(function: str, process_set: Any) -> int:
     """Return the set's id. Raises TypeError unless it is a ProcessSet, ValueError unless it is registered."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{function}: process_set must be a hvd.ProcessSet, got {type(process_set).__name__}")
+    if process_set.lost:
+        raise ValueError(
+            f"{function}: {process_set} has lost a member, {process_set.lost}, which left the job.\n"
+            "HINT: make a set of the present ranks with hvd.add_process_set()."
+        )
     if process_set.process_set_id is None:
         hint = "pass it to hvd.init(process_sets=[...]) or to hvd.add_process_set()."
         raise ValueError(f"{function}: process_set must be registered, got {process_set}\nHINT: {hint}")

@@ -42,6 +42,7 @@ class World:
     mpi: bool = False  # the launcher started an MPI job, so MPI_COMM_WORLD is this world
     job: str = "0"  # the same on all ranks of a job, different in the next job
     members: tuple[int, ...] | None = None  # the launcher's numbers of these ranks; None: all ranks
+    host: str | None = None  # the launcher's name of this host, if it names hosts
 
     @property
     def launched(self) -> tuple[int, ...]:

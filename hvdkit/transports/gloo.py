@@ -16,22 +16,20 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hvdkit.errors import AuthenticationError, PeerLostError, TransportUnavailableError
-from hvdkit.transports.base import Bytes, Transfer, Transport
+from hvdkit.errors import AuthenticationError, PeerLostError
+from hvdkit.transports.base import Bytes, Exchange, Transfer, Transport
 from hvdkit.transports.control import ControlConnections
+from hvdkit.transports.gloo_group import open_gloo
 from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.streams import DeviceTransfer
 from hvdkit.transports.link import MESSAGE, PAIR
 from hvdkit.transports.security.admission import NEVER, Admission, prove
-from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, Waiters, ends_process_after
+from hvdkit.transports.waiters import Waiters
 
 logger = logging.getLogger("hvdkit")
 
 PROOF_TAG = 1 << 26  # above every tag of a collective
-# Gloo waits this long for the peer of a new connection, whose Python may be busy.
-CONNECTING_SECONDS = 600.0
 # Transfers of at most so many bytes never wait for others: there latency counts.
 SMALL_BYTES = 1 << 16
 
@@ -96,19 +94,20 @@ class _Pair:
 
 
 class GlooTransport(Transport):
-    """A transport between the ranks of ``group``, a ProcessGroupGloo that connects late and that nothing else uses.
+    """A transport over a ProcessGroupGloo of its own, which connects late.
 
-    Ranks open connections for control messages to the listeners of ``admission``; ``listener`` is this rank's.
+    Ranks open connections for control messages to the listeners of ``admission``; ``listener`` is this rank's. Gloo
+    listens at ``addresses``.
     """
 
     name = "gloo"
     polling = False
 
     def __init__(
-        self, rank: int, size: int, group: Any, store: Any, listener: socket.socket, admission: Admission
+        self, rank: int, size: int, addresses: Sequence[str], listener: socket.socket, admission: Admission
     ) -> None:
-        self.rank, self.size, self._group, self._session = rank, size, group, admission.session
-        self._store = store  # kept alive: it may be a Python object, and the group reads it when it connects
+        self.rank, self.size, self._session = rank, size, admission.session
+        self._group, self._book = open_gloo(rank, size, addresses)
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
         self._inbox: deque[tuple[int, bytes]] = deque()
@@ -121,6 +120,10 @@ class GlooTransport(Transport):
         )
         if rank:
             self._control.send(0, MESSAGE, b"")  # so that rank 0 notices the end of this rank from now on
+
+    def start(self, exchange: Exchange, start_seconds: float, silence_seconds: float) -> Transport:
+        self._book.exchange(exchange)
+        return self
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> GlooTransfer:
         return self._post("send", buffer, peer, tag)
@@ -249,27 +252,7 @@ class GlooTransport(Transport):
             except RuntimeError as error:
                 logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
         self._waiters.close(timeout_seconds=1.0)
-        self._group = self._store = None
+        self._group = None
 
     def abort(self, code: int) -> None:
         """Do nothing: when this process ends, the peers notice their broken connections."""
-
-
-def open_gloo(store: Any, rank: int, size: int, addresses: Sequence[str], timeout_seconds: float) -> Any:
-    """Return a ProcessGroupGloo that connects two ranks when both use it. Raises TransportUnavailableError."""
-    gloo: Any = dist.ProcessGroupGloo  # the stubs lack its point-to-point calls
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=CONNECTING_SECONDS)
-    # By default, Gloo looks up the host's name, which may lead out of the machine or nowhere.
-    options._devices = [gloo.create_device(hostname=address, lazy_init=True) for address in addresses]
-    options._threads = 2 * len(options._devices)
-    late = f"rank {rank} was not answered by the store where the ranks say where they listen.\n{STOPPED}"
-    try:
-        with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
-            return gloo(store, rank, size, options)
-    except RuntimeError as error:
-        raise TransportUnavailableError(
-            f"rank {rank} could not open Gloo: {str(error).splitlines()[0]}\n"
-            "HINT: see what rank 0 printed, which may serve the store, and which addresses this host has "
-            "(GLOO_SOCKET_IFNAME)."
-        ) from error

@@ -6,14 +6,41 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.environments.base import World
+from hvdkit.environments.ticket import Launcher, Ticket
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.gloo import GlooTransport, open_gloo
+from hvdkit.transports.base import SoloTransport, Transport
+from hvdkit.transports.gloo import GlooTransport
 from hvdkit.transports.gpu.device import DeviceCollectives
 from hvdkit.transports.gpu.nccl import nccl_available, open_nccl
 from hvdkit.transports.security.admission import STRANGERS, Admission, SealedStore, admit
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.listening import addresses_for, listen
 from hvdkit.transports.security.rendezvous import open_store, refused_ranks
+
+
+class TicketTransport(GlooTransport):
+    """The transport of ranks of an elastic job, which know each other's addresses."""
+
+    name = "torch"
+
+
+def open_by_ticket(launcher: Launcher, addresses: Sequence[str]) -> tuple[Ticket, Transport]:
+    """Return the next ticket of this process and the transport between its members. Collective, and blocks.
+
+    ``addresses``: of this host; at the first one this rank listens.
+    """
+    listener = listen(addresses[0])
+    try:
+        ticket = launcher.next_ticket(listener.getsockname()[:2])
+        if len(ticket.members) == 1:
+            listener.close()
+            return ticket, SoloTransport()
+        session = Credentials(ticket.secret, ticket.job, ticket.generation)
+        admission = Admission(None, session, [member.address for member in ticket.members])
+        return ticket, TicketTransport(ticket.rank, len(ticket.members), addresses, listener, admission)
+    except BaseException:
+        listener.close()
+        raise
 
 
 class TorchTransport(GlooTransport):
@@ -29,8 +56,7 @@ class TorchTransport(GlooTransport):
         try:
             address = listener.getsockname()[:2]
             admission = admit(store, world, credentials, generation, address, start_timeout_seconds)
-            gloo_store = SealedStore(admission.store, "gloo", admission.session)
-            group = open_gloo(gloo_store, world.rank, world.size, addresses, start_timeout_seconds)
+            super().__init__(world.rank, world.size, addresses, listener, admission)
         except BaseException as error:
             listener.close()
             refused = refused_ranks(world) if isinstance(error, TransportUnavailableError) else []
@@ -38,7 +64,6 @@ class TorchTransport(GlooTransport):
                 problem = f"who says to be rank {refused[0]} does not know the job's secret.\n{STRANGERS}"
                 raise AuthenticationError(problem) from error
             raise
-        super().__init__(world.rank, world.size, group, gloo_store, listener, admission)
         self._admission: Admission | None = admission
         self._address = addresses[0]
         self._device_stores: list[SealedStore] = []  # kept, with the plain stores that this rank serves

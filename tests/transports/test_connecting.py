@@ -42,6 +42,19 @@ def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchTransport]
         one.result(SECONDS)
 
 
+@pytest.fixture
+def started(transports: list[TorchTransport]) -> list[TorchTransport]:
+    """Return the transports once they know each other's addresses of Gloo."""
+
+    def start(rank: int) -> None:
+        exchanges = InitExchanges(SECONDS)
+        transports[rank].start(lambda blob: exchanges.exchange(transports[rank], blob), SECONDS, SECONDS)
+
+    for one in on_threads(start, range(4)):
+        one.result(SECONDS)
+    return transports
+
+
 def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports):
     """Also by those who hear of it only from rank 0."""
     ranks = on_threads(lambda rank: InitExchanges(1.0).exchange(transports[rank], b"here"), range(3))
@@ -78,23 +91,23 @@ def finished(transport: TorchTransport, *transfers: Any) -> None:
     until(lambda: all(one.done() for one in transfers))
 
 
-def test_only_those_connect_that_exchange_buffers(transports):
+def test_only_those_connect_that_exchange_buffers(started):
     def exchange(rank: int) -> int:
-        transport, peer = transports[rank], rank ^ 1
+        transport, peer = started[rank], rank ^ 1
         mine, theirs = np.full(1000, rank, np.uint8), np.zeros(1000, np.uint8)
         for tag in range(3):
             finished(transport, transport.isend(mine, peer, tag), transport.irecv(theirs, peer, tag))
         return int(theirs[0])
 
     assert [one.result(SECONDS) for one in on_threads(exchange, range(4))] == [1, 0, 3, 2]
-    is_open = [[peer for peer, pair in enumerate(one._pairs) if pair.is_open] for one in transports]
+    is_open = [[peer for peer, pair in enumerate(one._pairs) if pair.is_open] for one in started]
     assert is_open == [[1], [0], [3], [2]]
-    assert [connected(one._control) for one in transports] == [[1, 2, 3], [0], [0, 3], [0, 2]]
+    assert [connected(one._control) for one in started] == [[1, 2, 3], [0], [0, 3], [0, 2]]
 
 
-def test_all_may_connect_to_all_at_once(transports):
+def test_all_may_connect_to_all_at_once(started):
     def exchange(rank: int) -> list[int]:
-        transport, peers = transports[rank], [peer for peer in range(4) if peer != rank]
+        transport, peers = started[rank], [peer for peer in range(4) if peer != rank]
         theirs = {peer: np.zeros(8, np.uint8) for peer in peers}
         receives = [transport.irecv(theirs[peer], peer, 1) for peer in peers]
         sends = [transport.isend(np.full(8, rank, np.uint8), peer, 1) for peer in peers]
@@ -105,13 +118,13 @@ def test_all_may_connect_to_all_at_once(transports):
     assert everyones == [[peer for peer in range(4) if peer != rank] for rank in range(4)]
 
 
-def test_a_transfer_that_only_one_end_wants_ends_with_the_transport(transports):
-    waiting = transports[2].irecv(np.zeros(8, np.uint8), 1, 1)
-    transports[2].watch([waiting])
+def test_a_transfer_that_only_one_end_wants_ends_with_the_transport(started):
+    waiting = started[2].irecv(np.zeros(8, np.uint8), 1, 1)
+    started[2].watch([waiting])
     assert not waiting.done()
-    transports[2].close(graceful=False)
+    started[2].close(graceful=False)
     with pytest.raises(PeerLostError, match="the connection to rank 1 broke: this rank has ended it"):
-        finished(transports[2], waiting)
+        finished(started[2], waiting)
 
 
 def test_a_word_to_a_rank_whose_connection_broke_is_no_error_of_its_own(transports):

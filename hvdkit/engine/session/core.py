@@ -53,8 +53,9 @@ class Engine:
         static_process_sets: Sequence[list[int]],
         leftover: list[tuple[int, bytes]],
         heartbeat: Heartbeat | None = None,
+        is_elastic: bool = False,
     ) -> None:
-        """``leftover``: control messages that came in during init."""
+        """``leftover``: control messages that came in during init. ``is_elastic``: as of a Session."""
         self.transport, self.topology, self.settings = transport, topology, settings
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
@@ -79,7 +80,7 @@ class Engine:
         self.joining = Joining(self)
         self.watch = Watch(self, heartbeat)
         batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, telemetry)
-        self.rounds = Rounds(self, batches)
+        self.rounds = Rounds(self, batches, is_elastic)
         if transport.size > 1:
             transport.set_waker(driver.wake)
         driver.start(self.rounds)

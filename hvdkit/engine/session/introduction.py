@@ -45,7 +45,7 @@ def introduce(
     """
     report = {
         "version": hvdkit.__version__,
-        "host": socket.gethostname(),
+        "host": world.host or socket.gethostname(),
         "local_rank": world.local_rank,
         "local_size": world.local_size,
         "cores": usable_cores(),  # by number: ranks may be bound to different ones

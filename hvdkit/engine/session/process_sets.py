@@ -32,6 +32,7 @@ class ProcessSet:
     process_set_id: int | None = None
     ranks: list[int] | None = None
     mpi_comm: Any = None
+    lost: str = ""  # the member that left an elastic job, which ended the set
 
     def __init__(self, ranks_or_comm: Any) -> None:
         if hasattr(ranks_or_comm, "Get_group"):

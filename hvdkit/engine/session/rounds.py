@@ -25,7 +25,7 @@ GOODBYE_ON_ITS_WAY_SECONDS = 0.5
 class Rounds:
     """The work of the driver, which calls ``run`` from one thread at a time."""
 
-    def __init__(self, engine: Engine, batches: Batches) -> None:
+    def __init__(self, engine: Engine, batches: Batches, is_elastic: bool = False) -> None:
         self._transport = engine.transport
         self._driver = engine.driver
         self._telemetry = engine.telemetry
@@ -39,6 +39,7 @@ class Rounds:
         self._joining = engine.joining
         self._watch = engine.watch
         self._batches = batches
+        self._is_elastic = is_elastic
         self._broke_at: dict[int, float] = {}
 
     def busy(self) -> bool:
@@ -164,18 +165,28 @@ class Rounds:
             case messages.Bye(reason, code):
                 failed_first = not mailbox.failed_with
                 mailbox.departs(sender, reason, code)
+                self._form_anew_without(sender, reason, code)
                 if coordinator is not None:
                     if failed_first and mailbox.failed_with:  # before the errors that follow from it
                         mailbox.tell_everyone(messages.Left(sender, reason, code))
                     coordinator.depart(sender, reason)
             case messages.Left(rank, reason, code):
                 mailbox.departs(rank, reason, code)
+                self._form_anew_without(rank, reason, code)
             case messages.Lost(rank, lives, text):
                 self.fail((PeerFailedError if lives else PeerLostError)(text, rank))
             case _ if coordinator is not None:
                 coordinator.receive(sender, message, monotonic())
             case _:
                 raise ValueError(f"{type(message).__name__} is for the coordinator")
+
+    def _form_anew_without(self, rank: int, reason: str, code: int) -> None:
+        """Fail at once after a rank of an elastic job has left with an exit code: the others do not wait for its data.
+
+        Raises PeerLostError then.
+        """
+        if self._is_elastic and code:
+            raise PeerLostError(f"{self._mailbox.topology.describe(rank)} has left the job: {reason}", rank)
 
     def _look_for_broken(self, lost: Mapping[int, str], now: float) -> None:
         """Look at broken connections. Raises PeerLostError for a rank that did not say goodbye before."""
@@ -194,7 +205,7 @@ class Rounds:
 
     def _may_have_left(self, rank: int) -> bool:
         """True if the goodbye of a rank whose connection broke may still be on its way, over other ranks."""
-        if rank in self._mailbox.departed or self._mailbox.relay.is_neighbour(rank):
+        if self._is_elastic or rank in self._mailbox.departed or self._mailbox.relay.is_neighbour(rank):
             return False
         return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
 

@@ -30,6 +30,7 @@ logger = logging.getLogger("hvdkit")
 _session: Session | None = None
 # State of the process, which outlives its sessions.
 _generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
+_process_sets: list[ProcessSet] = []  # that were passed to init
 _inherited: Session | None = None  # of the parent of this fork; to free it would end the parent's session
 
 
@@ -138,8 +139,21 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     watch_forks()
     for number, process_set in enumerate(sets, start=1):
         process_set.process_set_id = number
+    _process_sets[:] = sets
     if settings.timeline and settings.timeline != "DYNAMIC":
         _session.engine.telemetry.start(settings.timeline, settings.timeline_mark_cycles)
+
+
+def replace_session(session: Session | None) -> Session | None:
+    """Make a session that of this process, and return the one before."""
+    global _session
+    before, _session = _session, session
+    return before
+
+
+def process_sets_of_init() -> list[ProcessSet]:
+    """Return the process sets that were passed to init, which a new generation of an elastic job may change."""
+    return _process_sets
 
 
 def shutdown() -> None:

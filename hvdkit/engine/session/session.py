@@ -93,11 +93,17 @@ class Session:
     """A rank's engine, and the ``process`` that may use it; forks of the process may not."""
 
     def __init__(
-        self, transport: Transport, world: World, settings: Settings, process_sets: Sequence[list[int]] = ()
+        self,
+        transport: Transport,
+        world: World,
+        settings: Settings,
+        process_sets: Sequence[list[int]] = (),
+        is_elastic: bool = False,
     ) -> None:
         """Meet the other ranks of ``transport``, which this object owns from now on. Collective, and blocks.
 
-        ``process_sets``: the ranks of each initial set.
+        ``process_sets``: the ranks of each initial set. ``is_elastic``: the ranks form a new generation when one fails,
+        so that all notice at once.
         Raises HorovodInternalError on every rank if versions or process sets differ, PeerLostError if a rank does not
         come.
         """
@@ -123,7 +129,9 @@ class Session:
             unspoken = set(range(transport.size)) - {transport.rank} - neighbours
             transport.settle([], sorted(unspoken), lambda: exchange(b"here"))
             leftover = exchanges.leftover
-            self.engine = Engine(transport, topology, settings, network, process_sets, leftover, self._heartbeat)
+            self.engine = Engine(
+                transport, topology, settings, network, process_sets, leftover, self._heartbeat, is_elastic
+            )
         except BaseException:
             if self._heartbeat is not None:
                 self._heartbeat.stop()
@@ -137,23 +145,27 @@ class Session:
         Returns the error of a rank that neither says goodbye nor gives a sign of life. ``failed``: wait only until the
         others have this goodbye.
         """
-        engine = self.engine
         graceful, lost = False, None
         try:
-            if engine.topology.size > 1:
+            if self.engine.topology.size > 1:
                 graceful, lost = self._say_goodbye(reason, code, failed)
         finally:
-            engine.driver.stop()
-            with engine.driver.halted(1.0) as halted:
-                if not halted:
-                    me = engine.mailbox.me()
-                    logger.warning("%s: a library that the engine called has not come back; it is left there", me)
-                engine.rounds.fail(HorovodInternalError(SHUT_DOWN))
-                engine.telemetry.stop()
-                if self._heartbeat is not None:
-                    self._heartbeat.stop()
-                engine.transport.close(graceful and halted)
+            self.abandon(graceful)
         return lost
+
+    def abandon(self, graceful: bool = False) -> None:
+        """Free everything without a goodbye. ``graceful``: all ranks do it now, and nothing is in flight."""
+        engine = self.engine
+        engine.driver.stop()
+        with engine.driver.halted(1.0) as halted:
+            if not halted:
+                me = engine.mailbox.me()
+                logger.warning("%s: a library that the engine called has not come back; it is left there", me)
+            engine.rounds.fail(HorovodInternalError(SHUT_DOWN))
+            engine.telemetry.stop()
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
+            engine.transport.close(graceful and halted)
 
     def _say_goodbye(self, reason: str, code: int, failed: bool) -> tuple[bool, PeerLostError | None]:
         """Return whether all ranks shut down now, and the error of a lost rank."""

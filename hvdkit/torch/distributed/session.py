@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
-
 from hvdkit import config, environments
 from hvdkit.config import Settings
 from hvdkit.engine.session.session import GOODBYE_SECONDS, Session
 from hvdkit.environments.base import World
 from hvdkit.errors import EnvironmentConflictError, PeerLostError
 from hvdkit.transports.base import SoloTransport
-from hvdkit.transports.gloo import GlooTransport, open_gloo
+from hvdkit.transports.gloo import GlooTransport
 from hvdkit.transports.security.admission import Admission, Authenticator, absent_after, introduction_key, pack_address
 from hvdkit.transports.security.credentials import Credentials, new_nonce
 from hvdkit.transports.security.listening import addresses_for, listen
@@ -52,12 +50,11 @@ def meet(store: Any, names: Sequence[int], me: int, settings: Settings, seconds:
         words = [authenticator.introduction(rank, store.get(key)) for rank, key in zip(names, keys, strict=True)]
         credentials = Credentials(b"", LAUNCHER, 0).for_session([nonce for nonce, _ in words])
         admission = Admission(store, credentials, [address for _, address in words])
-        gloo_store = PrefixStore("gloo", store)
-        group = open_gloo(gloo_store, me, len(names), addresses, seconds)
+        transport = StoreTransport(me, len(names), addresses, listener, admission)
     except BaseException:
         listener.close()
         raise
-    return Session(StoreTransport(me, len(names), group, gloo_store, listener, admission), world, settings)
+    return Session(transport, world, settings)
 
 
 def _world(rank: int, size: int) -> World:
