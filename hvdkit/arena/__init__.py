@@ -23,7 +23,7 @@ that the ranks share; one line says why.
 - A failed step: each rank first takes back that it was ready (``NodePass.withdraw``), so that a rank which read its
   gradients since notices that before it passes its sums on. Then pinned blocks are moved out of the file under the
   living tensors, to the same addresses: a rank that was stopped in the middle of a pass and continues later writes into
-  pages that nobody has any more.
+  pages that nobody has any more. In an elastic job they stay, pinned until the next generation (``begin_generation``).
 - Forks: a child has the blocks as they were when it was forked, and none of the file; it serves no allocations. The
   parent copies the blocks that tensors hold before it forks; for the next fork in the same step, as for the next worker
   of a DataLoader, it copies only what differs, and the children share the rest. 100 MB take 10 ms more of a processor's
@@ -59,6 +59,7 @@ class Arena:
         self._hooks_reason: str | None = None  # why PyTorch's allocations are not served; empty: they are
         self._complained = False
         self.reason = "not opened yet"
+        self._kept: list[int] | None = None  # offsets of failed steps, pinned until the next generation; None: no such
 
     def open(self, wanted: bool) -> int:
         """Make the memory file, if ``wanted``. Returns its descriptor, which stays the arena's; -1 if there is none."""
@@ -148,14 +149,39 @@ class Arena:
         if offsets:
             self._native.make_private(offsets)
 
+    def keep_until_next_generation(self, offsets: Sequence[int]) -> bool:
+        """Keep blocks of a failed step pinned until the next generation. Returns False in a job that is not elastic."""
+        if self._kept is None:
+            return False
+        self._kept += offsets
+        return True
+
+    def unpin_failed(self, offsets: Sequence[int]) -> None:
+        """Undo ``pin`` for blocks of a failed operation, into which late peers may still write.
+
+        Raises OSError where they cannot be moved out of the file, and stay pinned.
+        """
+        if not self.keep_until_next_generation(offsets):
+            self.make_private(offsets)
+            self.unpin(offsets)
+
+    def begin_generation(self) -> None:
+        """Note that all ranks with access to the file are members of a new generation, which have left the one before.
+
+        The launcher of an elastic job sees to that: a rank of this host that is no member any more is dead. So blocks
+        stay populated, and the first step of a generation takes no longer than others.
+        """
+        kept, self._kept = self._kept, []
+        self.unpin(kept or [])
+
     def end_step(self) -> None:
         """End a step: give blocks that no step has needed for a while back to the system."""
         if self._native is not None:
             self._native.end_step()
 
     def trim(self) -> None:
-        """Give all free blocks back to the system, since gradients have gone for good."""
-        if self._native is not None:
+        """Give all free blocks back to the system, since gradients have gone for good; not in an elastic job."""
+        if self._native is not None and self._kept is None:
             self._native.trim()
 
 

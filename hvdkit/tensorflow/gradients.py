@@ -14,16 +14,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.api import checks
 from hvdkit.api.gradients.pairing import Pairing
 from hvdkit.api.gradients.planning import plain_name
 from hvdkit.api.gradients.settings import GradientSettings, is_variable, names_of
 from hvdkit.engine.ops import hints
 from hvdkit.engine.session import runtime
-from hvdkit.engine.session.process_sets import ProcessSet
+from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.gradient_planned import can_be_planned, reduce_planned, warn
 from hvdkit.tensorflow.ops.bridge import as_written, ordered_node
-from hvdkit.tensorflow.ops.reductions import grouped_allreduce, quotient
+from hvdkit.tensorflow.ops.reductions import grouped_allreduce, quotient, size_in_graph
 from hvdkit.tensorflow.verification import verified
 
 SPARSE = (
@@ -107,20 +106,27 @@ def reduce_gradients(
 
 
 def _takes_part(settings: GradientSettings) -> bool:
-    """True if there are other ranks to reduce with. A graph raises RuntimeError when its ranks have changed."""
+    """True if gradients are reduced: if there are other ranks, or will be when a graph of an elastic job runs.
+
+    Other graphs, and those of a process set, raise RuntimeError when their ranks have changed.
+    """
     traced = _ranks(settings.process_set)
-    if not tf.executing_eagerly():
+    has_others = len(traced[1]) > 1
+    if tf.executing_eagerly():
+        return has_others
+    if settings.process_set is global_process_set and runtime.is_elastic():
+        return True
 
-        def check() -> None:
-            now = _ranks(settings.process_set) if runtime.is_initialized() else traced
-            if now != traced:
-                raise RuntimeError(
-                    f"{settings.title}: this graph was traced for the ranks {traced[1]}, now they are {now[1]}.\n"
-                    "HINT: make the tf.function again after hvd.init(), or compile the model again."
-                )
+    def check() -> None:
+        now = _ranks(settings.process_set) if runtime.is_initialized() else traced
+        if now != traced:
+            raise RuntimeError(
+                f"{settings.title}: this graph was traced for the ranks {traced[1]}, now they are {now[1]}.\n"
+                "HINT: make the tf.function again after hvd.init(), or compile the model again."
+            )
 
-        ordered_node(check, [], tf.int64, "hvdkit_check")
-    return len(traced[1]) > 1
+    ordered_node(check, [], tf.int64, "hvdkit_check")
+    return has_others
 
 
 def _ranks(process_set: ProcessSet) -> tuple[int | None, list[int]]:
@@ -157,7 +163,7 @@ def _of_known_shape(gradient: Any, source: Any) -> Any:
 
 def _scaled(gradient: Any, settings: GradientSettings) -> Any:
     """Divide a gradient by the number of ranks, as if the other ranks' gradients of a shared variable were zero."""
-    size = checks.size_of(settings.process_set)
+    size = size_in_graph(settings.process_set)
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(quotient(gradient.values, size), gradient.indices, gradient.dense_shape)
     return quotient(gradient, size)

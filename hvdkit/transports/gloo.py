@@ -102,6 +102,7 @@ class GlooTransport(Transport):
 
     name = "gloo"
     polling = False
+    closing_seconds = 1.0  # for which ``close`` waits for threads that are inside of Gloo
 
     def __init__(
         self, rank: int, size: int, addresses: Sequence[str], listener: socket.socket, admission: Admission
@@ -251,7 +252,7 @@ class GlooTransport(Transport):
                 self._group.recv([nothing], peer, PROOF_TAG + 1).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
-        self._waiters.close(timeout_seconds=1.0)
+        self._waiters.close(self.closing_seconds)
         self._group = None
 
     def abort(self, code: int) -> None:

@@ -59,6 +59,7 @@ class Worker(Lines):
         ours, theirs = socket.socketpair()
         super().__init__(ours)
         self.host, self.slot = host, slot
+        self._status: int | None = None  # once it has ended
         sys.stdout.flush()
         sys.stderr.flush()
         self.process = os.fork()
@@ -81,14 +82,28 @@ class Worker(Lines):
 
     def end(self, number: int = signal.SIGKILL) -> None:
         """Send a signal, and wait for the end of the process."""
-        os.kill(self.process, number)
+        if self._status is None:
+            os.kill(self.process, number)
         self.wait()
 
     def wait(self) -> int:
         """Wait for the end of the process, and return its exit status."""
-        status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
-        self.connection.close()
-        return status
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+            self.connection.close()
+        return self._status
+
+
+_jobs: list[ElasticJob] = []
+
+
+def run(scenario: Callable[[], None]) -> None:
+    """Run a scenario, and kill all workers that it leaves behind, as after an error."""
+    try:
+        scenario()
+    finally:
+        for job in _jobs:
+            job.end()
 
 
 class ElasticJob:
@@ -98,6 +113,7 @@ class ElasticJob:
         self._main = main
         self.generation = 0
         self.workers: list[Worker] = []
+        _jobs.append(self)
         for host, slot in places:
             self.add(host, slot)
 

@@ -7,11 +7,15 @@ import sys
 
 import pytest
 
-from tests.elastic.scenarios import SCENARIOS
+from tests.elastic import scenarios, tensorflow_scenarios
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_ranks_form_new_generations(name):
-    command = [sys.executable, "-m", "tests.elastic.scenarios", name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module.__name__, name) for module in (scenarios, tensorflow_scenarios) for name in module.SCENARIOS],
+)
+def test_ranks_form_new_generations(module, name):
+    done = subprocess.run(
+        [sys.executable, "-m", module, name], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr

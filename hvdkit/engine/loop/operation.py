@@ -60,6 +60,11 @@ class Operation:
             if self._pending:
                 self._transport.watch(list(self._pending))
 
+    def close(self) -> None:
+        """End the generator, so that the memory that it uses is free at once, not when garbage is collected."""
+        self._steps.close()
+        self._pending = []
+
     @property
     def what(self) -> str:
         """The operation for messages."""

@@ -120,10 +120,9 @@ class NodeRunner:
                 turns.finish(number)
             is_over = True
         finally:
-            if offset >= 0 and not is_over:
-                ARENA.make_private([offset])  # a rank that was stopped may still write there later
             if offset >= 0:
-                ARENA.unpin([offset])
+                # A rank that was stopped may still write to the memory of a failed call later.
+                (ARENA.unpin if is_over else ARENA.unpin_failed)([offset])
 
     def close(self) -> None:
         """Give the memory of the group back when its last rank leaves."""

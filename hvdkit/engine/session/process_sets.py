@@ -143,7 +143,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     number = engine.named.add_process_set(runtime.resolve_ranks(process_set, engine.topology.size))
     if number is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
-    process_set.process_set_id = number
+    process_set.process_set_id, process_set.lost = number, ""
     return process_set
 
 

@@ -268,6 +268,8 @@ class Rounds:
             self._mailbox.error, self._driver.looks_at_once = error, False
         for operation in list(self._operations):
             operation.fail(error)
+            if self._is_elastic:
+                operation.close()
         self._operations.clear()
         for group in list(self._ordered.values()):
             group.fail(error)

@@ -58,6 +58,11 @@ def is_forked() -> bool:
     return _session is not None and _session.process != os.getpid()
 
 
+def is_elastic() -> bool:
+    """True in an elastic job, whose ranks come and go."""
+    return _session is not None and _session.is_elastic
+
+
 def check_not_forked() -> None:
     """Raise ForkedChildError in a process that was forked from the one that called init."""
     if is_forked():
@@ -138,7 +143,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     _session.engine.named.submitting = ENDING.forget  # a script that submits has caught its SystemExit and goes on
     watch_forks()
     for number, process_set in enumerate(sets, start=1):
-        process_set.process_set_id = number
+        process_set.process_set_id, process_set.lost = number, ""
     _process_sets[:] = sets
     if settings.timeline and settings.timeline != "DYNAMIC":
         _session.engine.telemetry.start(settings.timeline, settings.timeline_mark_cycles)

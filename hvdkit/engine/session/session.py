@@ -108,6 +108,7 @@ class Session:
         come.
         """
         self._heartbeat: Heartbeat | None = None
+        self.is_elastic = is_elastic
         try:
             connected, exchanges = transport, InitExchanges(settings.timeout_seconds)
 

@@ -134,16 +134,15 @@ class HostReducer(Reducer):
 
     def rescue(self) -> None:
         pinned = self._take_pinned()
-        if self._node is None:
-            return  # pinned for ever: a late message may still be received there
-        self._node.withdraw()
+        if self._node is not None:
+            self._node.withdraw()
+        if ARENA.keep_until_next_generation(pinned) or self._node is None:
+            return  # else pinned for ever: a late message may still be received there
         try:
-            ARENA.make_private(pinned)
+            ARENA.unpin_failed(pinned)
         except OSError as error:
             self.is_written_late = True  # and pinned for ever
             logger.warning("gradients of a failed step are copied, since they cannot be moved: %s", error)
-            return
-        ARENA.unpin(pinned)
 
     def reduce(self, piece: Piece, joined: bool, marks: Sequence[Any], tag: int, on_begin: OnBegin) -> Steps[None]:
         number, self._number = self._number, self._number + 1
@@ -287,6 +286,7 @@ class HostReducer(Reducer):
         SCRATCH.give_back(scratch)
 
     def forget(self, quiet: bool) -> None:
+        self._offers = []  # which keep gradients
         self.block.leave()
         if self._node is not None and quiet:
             self._node.give_back()

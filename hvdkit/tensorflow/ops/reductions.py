@@ -13,11 +13,12 @@ from hvdkit.api.gradients import guard
 from hvdkit.api.gradients.compression import around, split
 from hvdkit.api.operations import Invocation, gradient_name
 from hvdkit.engine.ops.requests import ReduceRequest
+from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.ops import framework
-from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, has_gradient, run
+from hvdkit.tensorflow.ops.bridge import allreduce_dense, as_written, differentiable, has_gradient, run, scalar
 from hvdkit.tensorflow.ops.transfers import any_rows, grouped_allgather
 
 Factors = tuple[Any, Any]  # before and after the reduction
@@ -64,24 +65,32 @@ def _allreduce_slices(
     with tf.device(device):
         parts = [part for tensor in slices for part in (tensor.values, tensor.indices)]
         gathered = grouped_allgather(parts, name, invocation.ignore_name_scope, process_set)
-        divisor = checks.size_of(process_set) if op == ReduceOp.AVERAGE else 1
+        divisor = size_in_graph(process_set) if op == ReduceOp.AVERAGE else 1
         return [
             tf.IndexedSlices(quotient(values, divisor), indices, dense_shape=tensor.dense_shape)
             for tensor, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
         ]
 
 
-def quotient(values: Any, divisor: int) -> Any:
+def size_in_graph(process_set: ProcessSet) -> Any:
+    """Return the number of ranks: of each run, as a tensor, in a graph that runs with any number of ranks."""
+    if process_set is global_process_set and not tf.executing_eagerly() and runtime.is_elastic():
+        return scalar(lambda: runtime.topology().size)
+    return checks.size_of(process_set)
+
+
+def quotient(values: Any, divisor: Any) -> Any:
     """Return ``values / divisor`` in the dtype of ``values``. Integers are divided exactly and cut off."""
-    if divisor == 1:
+    if isinstance(divisor, int) and divisor == 1:
         return values
     if values.dtype.is_complex:  # whose division in TensorFlow rounds more than once
+        divisor = tf.cast(divisor, values.dtype.real_dtype)
         return tf.complex(tf.math.real(values) / divisor, tf.math.imag(values) / divisor)
     if not values.dtype.is_integer:
-        return values / divisor
+        return values / tf.cast(divisor, values.dtype)
     # TensorFlow divides integers as float64, which has 53 bits; and a narrow type may not hold the number of ranks.
     wide = tf.uint64 if values.dtype == tf.uint64 else tf.int64
-    return tf.cast(tf.truncatediv(tf.cast(values, wide), tf.constant(divisor, wide)), values.dtype)
+    return tf.cast(tf.truncatediv(tf.cast(values, wide), tf.cast(divisor, wide)), values.dtype)
 
 
 @as_written
@@ -188,11 +197,11 @@ def _scatter(invocation: Invocation, tensors: Sequence[Any], request: ReduceRequ
 
     def all_rows(_: Sequence[Any], gradients: list[Any]) -> list[Any]:
         # As in Horovod, the gradient of an average is not divided; that of a sum is multiplied by the number of ranks.
-        times = checks.size_of(invocation.process_set) if request.op == ReduceOp.SUM else 1
+        times = size_in_graph(invocation.process_set) if request.op == ReduceOp.SUM else 1
         name = gradient_name(invocation.name)
         gathered = grouped_allgather(gradients, name, invocation.ignore_name_scope, invocation.process_set)
         for factor in (times, request.prescale, request.postscale):
-            if factor != 1:
+            if not isinstance(factor, (int, float)) or factor != 1:
                 gathered = [gradient * tf.cast(factor, gradient.dtype) for gradient in gathered]
         return gathered
 

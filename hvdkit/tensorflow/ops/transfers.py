@@ -107,7 +107,8 @@ def _exchange(invocation: Invocation, tensor: Any, splits: Any, problem: Excepti
     def exchange(rows: Any) -> tuple[Any, Callable[..., Any]]:
         inputs = [rows] if splits is None else [rows, splits]
         dtype = tf.int32 if splits is None else splits.dtype
-        outputs = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([invocation.process_set.size()]))]
+        ranks = None if runtime.is_elastic() else invocation.process_set.size()
+        outputs = [(rows.dtype, any_rows(rows)), (dtype, tf.TensorShape([ranks]))]
         output, received = run(invocation, inputs, start, outputs, named_after=[rows])
 
         def backward(upstream: Any, _: Any) -> Any:

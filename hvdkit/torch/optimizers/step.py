@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import numbers
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from torch._compile import _disable_dynamo
 
 from hvdkit.api.gradients.guard import WATCH
 from hvdkit.engine.session import runtime
-from hvdkit.errors import ParametersDifferError
+from hvdkit.errors import HorovodInternalError, ParametersDifferError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.hooks import synchronizers_in_flight
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
 from hvdkit.torch.ops.allreduce import allreduce_async_
 from hvdkit.torch.ops.sync import synchronize
+
+logger = logging.getLogger("hvdkit")
 
 STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -62,8 +64,16 @@ def reduce_and_step(
         has_computed = gradients.hooks.touched
     finally:  # also after an error, since other ranks compare their parameters then
         gradients.forget_synchronized()
-        with suppress(ParametersDifferError) if has_computed else nullcontext():  # the next error tells the cause
+        try:
             gradients.verification.updated(gradients.groups(), gradients.name_of)
+        except ParametersDifferError:
+            if not has_computed:  # the next error tells the cause
+                raise
+        except HorovodInternalError:
+            if runtime.engine().mailbox.error is None:
+                raise
+            # A rank was lost while parameters were compared. This step is complete, so the next one raises the error.
+            logger.debug("parameters were not compared", exc_info=True)
     if has_computed:
         raise AssertionError(COMPUTED_IN_STEP)
     return result
