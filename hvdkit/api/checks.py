@@ -21,7 +21,7 @@ def check_registered(function: str, process_set: Any) -> int:
         raise TypeError(f"{function}: process_set must be a hvd.ProcessSet, got {type(process_set).__name__}")
     if process_set.lost:
         raise ValueError(
-            f"{function}: {process_set} has lost a member, {process_set.lost}, which left the job.\n"
+            f"{function}: {process_set} has ended: {process_set.lost}.\n"
             "HINT: make a set of the present ranks with hvd.add_process_set()."
         )
     if process_set.process_set_id is None:

@@ -33,6 +33,7 @@ that the ranks share; one line says why.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,7 +60,8 @@ class Arena:
         self._hooks_reason: str | None = None  # why PyTorch's allocations are not served; empty: they are
         self._complained = False
         self.reason = "not opened yet"
-        self._kept: list[int] | None = None  # offsets of failed steps, pinned until the next generation; None: no such
+        self._kept: list[int] = []  # offsets of failed steps of an elastic job, pinned until the next generation
+        self._kept_lock = threading.Lock()
 
     def open(self, wanted: bool) -> int:
         """Make the memory file, if ``wanted``. Returns its descriptor, which stays the arena's; -1 if there is none."""
@@ -97,7 +99,7 @@ class Arena:
     def complain(self, topology: Any) -> None:
         """Log once on each host why gradients are not allocated in memory that ranks share, if they are not."""
         reason = self._hooks_reason if self.is_open else ""  # init has logged why there is no arena
-        if reason and not self._complained and topology.local_rank == 0 and topology.local_size > 1:
+        if reason and not self._complained and topology.is_first_of_node and topology.local_size > 1:
             logger.warning(NOT_SERVED, "this host's ranks", reason)
         self._complained = True
 
@@ -149,30 +151,28 @@ class Arena:
         if offsets:
             self._native.make_private(offsets)
 
-    def keep_until_next_generation(self, offsets: Sequence[int]) -> bool:
-        """Keep blocks of a failed step pinned until the next generation. Returns False in a job that is not elastic."""
-        if self._kept is None:
-            return False
-        self._kept += offsets
-        return True
-
-    def unpin_failed(self, offsets: Sequence[int]) -> None:
+    def unpin_failed(self, offsets: Sequence[int], is_elastic: bool) -> None:
         """Undo ``pin`` for blocks of a failed operation, into which late peers may still write.
 
-        Raises OSError where they cannot be moved out of the file, and stay pinned.
+        In an elastic job this waits for ``begin_generation``, and the blocks stay populated. Raises OSError where they
+        cannot be moved out of the file, and stay pinned.
         """
-        if not self.keep_until_next_generation(offsets):
+        if is_elastic:
+            with self._kept_lock:
+                self._kept += offsets
+        else:
             self.make_private(offsets)
             self.unpin(offsets)
 
     def begin_generation(self) -> None:
-        """Note that all ranks with access to the file are members of a new generation, which have left the one before.
+        """Unpin the blocks of failed steps, since this rank has a ticket of the next generation of its elastic job.
 
-        The launcher of an elastic job sees to that: a rank of this host that is no member any more is dead. So blocks
-        stay populated, and the first step of a generation takes no longer than others.
+        By then no engine of the generation before runs on this host: the members have ended theirs before they asked
+        for tickets, and the launcher has ended the other processes.
         """
-        kept, self._kept = self._kept, []
-        self.unpin(kept or [])
+        with self._kept_lock:
+            kept, self._kept = self._kept, []
+        self.unpin(kept)
 
     def end_step(self) -> None:
         """End a step: give blocks that no step has needed for a while back to the system."""
@@ -180,8 +180,8 @@ class Arena:
             self._native.end_step()
 
     def trim(self) -> None:
-        """Give all free blocks back to the system, since gradients have gone for good; not in an elastic job."""
-        if self._native is not None and self._kept is None:
+        """Give all free blocks back to the system, since gradients have gone for good."""
+        if self._native is not None:
             self._native.trim()
 
 

@@ -9,18 +9,21 @@ from typing import NamedTuple, Protocol
 from hvdkit.environments.base import World
 
 LAUNCHER = "hvdkitrun"
+SECRET_BYTES = 32
 
 
 class Member(NamedTuple):
     """A rank of one generation.
 
     ``slot`` is the local rank of its process as long as that lives: the slots of a host may have holes. ``address``:
-    the host and port where it listens for the other ranks.
+    the host and port where it listens for the other ranks. ``process``: the launcher's number of the process, which no
+    other process of the job has.
     """
 
     host: str
     slot: int
     address: tuple[str, int]
+    process: int
 
 
 @dataclass(frozen=True)
@@ -36,28 +39,38 @@ class Ticket:
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a ticket that no launcher writes."""
+        if not 0 <= self.rank < len(self.members) or len(self.secret) < SECRET_BYTES:
+            raise ValueError(f"rank {self.rank} of {len(self.members)}, a secret of {len(self.secret)} bytes")
+
     @property
     def world(self) -> World:
-        """The place in the form in which launchers tell it by environment variables."""
+        """The same place as a World, which other launchers describe by environment variables."""
         own = self.members[self.rank]
         local_size = sum(member.host == own.host for member in self.members)
         return World(LAUNCHER, self.rank, len(self.members), own.slot, local_size, job=self.job, host=own.host)
 
     def to_json(self) -> str:
         """Return the ticket as a line of text."""
-        members = [[member.host, member.slot, *member.address] for member in self.members]
+        members = [[member.host, member.slot, *member.address, member.process] for member in self.members]
         return json.dumps([self.job, self.generation, self.rank, members, self.secret.hex()])
 
 
 def ticket_of(text: str) -> Ticket:
     """Return the ticket in a line of text."""
     job, generation, rank, members, secret = json.loads(text)
-    parsed = tuple(Member(host, slot, (address, port)) for host, slot, address, port in members)
+    parsed = tuple(Member(host, slot, (address, port), process) for host, slot, address, port, process in members)
     return Ticket(job, generation, rank, parsed, bytes.fromhex(secret))
 
 
 class Launcher(Protocol):
-    """The launcher of an elastic job, as a process of the job sees it."""
+    """The launcher of an elastic job, as a process of the job sees it.
+
+    ``addresses``: those of this host at which other hosts of the job reach it; a process listens at the first one.
+    """
+
+    addresses: list[str]
 
     def next_ticket(self, address: tuple[str, int]) -> Ticket:
         """Tell where this process listens, and wait for the ticket of the next generation."""

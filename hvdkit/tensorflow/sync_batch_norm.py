@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdkit.api import checks
 from hvdkit.api.job import Sum
+from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.ops.bridge import as_written
 from hvdkit.tensorflow.ops.reductions import allreduce
@@ -69,7 +70,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         Keras 3 calls this with the mask; tf_keras with the axes, then ``keep_dims`` and ``mask`` by name.
         """
         checks.check_registered("SyncBatchNormalization", self.process_set)
-        if not self.process_set.included() or checks.size_of(self.process_set) == 1:
+        is_alone = checks.size_of(self.process_set) == 1 and (tf.executing_eagerly() or not runtime.is_elastic())
+        if not self.process_set.included() or is_alone:
             moments: tuple[Any, Any] = super()._moments(inputs, *positional, **options)
             return moments
         mask = options["mask"] if "mask" in options else positional[0]

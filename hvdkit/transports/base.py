@@ -48,6 +48,7 @@ class Transport(ABC):
     wakeup: Any = None  # the event counter on which waiting threads sleep, if other ranks ring it (engine.loop.driver)
     # The window, and the offset in it, where this node's ranks count the signs of life of all ranks.
     signs_of_life: Any = None
+    is_elastic = False  # True: the ranks form a new generation when one of them fails
     beats = True  # False for ranks that are threads of one process, which need no signs of life
     # The devices ("cuda", "cpu") for which there may be collectives; tensors on others are staged in host memory.
     device_types: frozenset[str] = frozenset()
@@ -130,6 +131,7 @@ class Layer(Transport):
         self.name, self.rank, self.size, self.polling = inner.name, inner.rank, inner.size, inner.polling
         self.nodes, self.beats, self.worthwhile_bytes = inner.nodes, inner.beats, inner.worthwhile_bytes
         self.device_types, self.host_types = inner.device_types, inner.host_types
+        self.is_elastic = inner.is_elastic
 
     @property
     def carrier(self) -> str:

@@ -109,6 +109,7 @@ class GlooTransport(Transport):
     ) -> None:
         self.rank, self.size, self._session = rank, size, admission.session
         self._group, self._book = open_gloo(rank, size, addresses)
+        self._contexts = len(addresses)  # of Gloo, of which each serves the tags with one remainder
         self._waker: Callable[[], None] = lambda: None
         self._waiters = Waiters("hvdkit-wait")
         self._inbox: deque[tuple[int, bytes]] = deque()
@@ -247,11 +248,12 @@ class GlooTransport(Transport):
                 self._end_waiting(pair, RuntimeError("this rank has ended it"))
             used = [peer for peer, pair in enumerate(self._pairs) if pair.is_made] if self._group is not None else []
         for peer in used:
-            try:  # Gloo has no call that closes a connection, but breaks it where a wait times out
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self._group.recv([nothing], peer, PROOF_TAG + 1).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
+            for tag in range(PROOF_TAG + 1, PROOF_TAG + 1 + self._contexts):
+                try:  # Gloo has no call that closes a connection, but breaks it where a wait times out
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    self._group.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    logger.debug("closed the connection to rank %d: %s", peer, str(error).splitlines()[0])
         self._waiters.close(self.closing_seconds)
         self._group = None
 

@@ -45,8 +45,9 @@ class AddressBook(Store):
     def exchange(self, exchange: Exchange) -> None:
         """Give this rank's addresses to the others, and take theirs. Collective."""
         own = {key: address.hex() for key, address in self._addresses.items()}
-        for blob in exchange(json.dumps(own).encode()):
-            self._addresses.update({key: bytes.fromhex(address) for key, address in json.loads(blob).items()})
+        for rank, blob in enumerate(exchange(json.dumps(own).encode())):
+            received = {key: address for key, address in json.loads(blob).items() if key.endswith(f"/{rank}")}
+            self._addresses |= {key: bytes.fromhex(address) for key, address in received.items()}
 
 
 def open_gloo(rank: int, size: int, addresses: Sequence[str]) -> tuple[Any, AddressBook]:

@@ -1,4 +1,4 @@
-"""The transport of ranks that meet at a store: Gloo for buffers, and NCCL for tensors on CUDA."""
+"""The transports of ranks that meet at a store, or have a ticket: Gloo for buffers, and NCCL for tensors on CUDA."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from hvdkit.transports.security.rendezvous import open_store, refused_ranks
 
 
 class TicketTransport(GlooTransport):
-    """The transport of ranks of an elastic job, which know each other's addresses."""
+    """The transport of ranks of an elastic job, which know each other's addresses.
+
+    Tensors of GPUs travel through the memory of their hosts.
+    """
 
     name = "torch"
+    is_elastic = True
 
 
-def open_by_ticket(launcher: Launcher, addresses: Sequence[str]) -> tuple[Ticket, Transport]:
-    """Return the next ticket of this process and the transport between its members. Collective, and blocks.
-
-    ``addresses``: of this host; at the first one this rank listens.
-    """
+def open_by_ticket(launcher: Launcher) -> tuple[Ticket, Transport]:
+    """Return the next ticket of this process and the transport between its members. Collective, and blocks."""
+    addresses = launcher.addresses
     listener = listen(addresses[0])
     try:
         ticket = launcher.next_ticket(listener.getsockname()[:2])
         if len(ticket.members) == 1:
             listener.close()
-            return ticket, SoloTransport()
+            alone = SoloTransport()
+            alone.is_elastic = True
+            return ticket, alone
         session = Credentials(ticket.secret, ticket.job, ticket.generation)
         admission = Admission(None, session, [member.address for member in ticket.members])
         return ticket, TicketTransport(ticket.rank, len(ticket.members), addresses, listener, admission)

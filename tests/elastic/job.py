@@ -47,6 +47,8 @@ class Lines:
 class Rank(Lines):
     """A rank's end: it is the launcher for the rank, brings it orders, and takes its reports."""
 
+    addresses = ["127.0.0.1"]  # noqa: RUF012 (the same for all)
+
     def next_ticket(self, address: tuple[str, int]) -> Ticket:
         self.send(address=address)
         return ticket_of(self.receive()["ticket"])
@@ -117,11 +119,9 @@ class ElasticJob:
         for host, slot in places:
             self.add(host, slot)
 
-    def add(self, host: str, slot: int) -> Worker:
-        """Start a worker in a slot of a host."""
-        worker = Worker(self._main, host, slot, self.workers)
-        self.workers.append(worker)
-        return worker
+    def add(self, host: str, slot: int, main: Callable[[Rank], None] | None = None) -> None:
+        """Start a worker in a slot of a host, which may run another function than the others."""
+        self.workers.append(Worker(main or self._main, host, slot, self.workers))
 
     def tell(self, **order: Any) -> None:
         for worker in self.workers:
@@ -132,7 +132,8 @@ class ElasticJob:
         self.generation += 1
         addresses = [tuple(worker.receive()["address"]) for worker in self.workers]
         members = tuple(
-            Member(worker.host, worker.slot, address) for worker, address in zip(self.workers, addresses, strict=True)
+            Member(worker.host, worker.slot, address, worker.process)
+            for worker, address in zip(self.workers, addresses, strict=True)
         )
         secret = secrets.token_bytes(32)
         for rank, worker in enumerate(self.workers):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import sys
 import time
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch._dynamo  # as all that ranks would import, each for itself
@@ -178,7 +175,7 @@ def rank_that_fails(rank: Rank) -> None:
     watch.DEPARTED_SECONDS = 1000.0  # the ranks would wait so long for late data
     generations.enter_next(rank)
     if hvd.rank() == 1:
-        session = runtime.replace_session(None)
+        session = runtime.take_session()
         assert session is not None
         session.close(f"{LEAVING} with ValueError", 1)
         return
@@ -211,8 +208,7 @@ def rank_of_sets(rank: Rank) -> None:
     """Use process sets that stay, and one that loses a member."""
     first, last = hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])
     generations.enter_next(rank)
-    hvd.shutdown()
-    runtime.process_sets_of_init()[:] = [first, last]
+    runtime.registered_process_sets()[:] = [first, last]
     generations.enter_next(rank)
     assert (first.process_set_id, last.process_set_id) == (1, 2)
     mine = first if first.included() else last
@@ -228,10 +224,24 @@ def rank_of_sets(rank: Rank) -> None:
     except ValueError as error:
         rank.send(text=str(error))
     rank.receive()
+    generations.enter_next(rank)
+    assert last.process_set_id is None
+    rank.send()
+    rank.receive()
+
+
+def rank_that_joins(rank: Rank) -> None:
+    """Join a job that runs."""
+    generations.enter_next(rank)
+    rank.send()
+    rank.receive()
 
 
 def process_sets() -> None:
-    """A set of which all members stay works on with their new ranks; another says that it lost a member."""
+    """A set of which all members stay works on with their new ranks; another says that it has ended, and why.
+
+    A new process knows none of the sets, so all of them end.
+    """
     job = ElasticJob(rank_of_sets, ONE_HOST)
     job.form()
     job.form()
@@ -240,9 +250,12 @@ def process_sets() -> None:
     job.tell()
     job.form()
     for report in job.reports():
-        assert "has lost a member, slot 0 of here, which left the job" in report["text"]
+        assert "has ended: ranks have left the job or joined it before generation 3" in report["text"]
     job.tell()
-    assert [worker.wait() for worker in job.workers] == [0, 0, 0]
+    job.add("here", 0, rank_that_joins)
+    job.form()
+    job.reports()
+    job.end()
 
 
 SCENARIOS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import Any
@@ -62,8 +63,9 @@ class Operation:
 
     def close(self) -> None:
         """End the generator, so that the memory that it uses is free at once, not when garbage is collected."""
-        self._steps.close()
         self._pending = []
+        if inspect.getgeneratorstate(self._steps) != inspect.GEN_RUNNING:  # else a library does not come back
+            self._steps.close()
 
     @property
     def what(self) -> str:

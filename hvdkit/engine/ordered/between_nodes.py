@@ -32,8 +32,9 @@ from hvdkit.errors import MismatchError
 from hvdkit.transports.base import Transfer
 
 COMPARED_TAG = 7  # of the eight tags of an operation, that of its description
-# Of a part that travels with the description: 2 us at 10 Gb/s, where a trip takes 50 us or more.
-MOST_NOTICE_BYTES = 2048
+# The most bytes of a part that travels with the description of its call: 2 us at 10 Gb/s, where a trip takes 50 us or
+# more. Every comparison carries room for this many to each rank, and to all together for no more than MOST_BYTES.
+MOST_PART_BYTES, MOST_BYTES = 2048, 24 * 1024
 # From this size on, 2 hosts of 2 ranks at 10 Gb/s won more time on the wire than they lost on the way through their
 # nodes' memory: 4 MB took 7 ms either way, 32 MB 26 to 35 ms in place of 36 to 48.
 SMALLEST_BY_NODE_BYTES = 4 * 1024 * 1024
@@ -86,14 +87,14 @@ class NetworkRunner:
         """Return the steps of a call, and draw its tickets in the memory of this node."""
         group, root = self._group, call.description.root
         if call.steps is not None:
-            return call.steps(tag)
+            return _steps_of(call, tag)
         if call.outgoing:
             return exchange.alltoall(group, call.outgoing, call.incoming, tag)
         if not call.arrays:
             return ()
         if call.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE):
             turns = group.layout.draw() if group.layout is not None else (0, 0)
-            return (self._allreduce if call.target.size else self._reduce_for_root)(call, call.target, tag, turns)
+            return (self._allreduce if call.target.size else self._reduce_to_another)(call, call.target, tag, turns)
         is_large = max(call.source.nbytes, call.target.nbytes) >= SMALLEST_BY_NODE_BYTES
         way = self._by_node if self._by_node is not None and is_large else self._by_rank
         if call.kind == CollectiveKind.REDUCE_SCATTER:
@@ -113,12 +114,12 @@ class NetworkRunner:
     def _compare(self, call: Collective, number: int, tag: int, parts: Sequence[Array]) -> Steps[Array]:
         """Send the description of a call to all ranks, with a part (bytes) for each, and compare theirs.
 
-        Returns the parts of all ranks, with bytes of any value behind them. Raises MismatchError on all ranks.
+        Returns the parts of all ranks, each with zeros behind it. Raises MismatchError on all ranks.
         """
         group, words = self._group, np.array(words_of(call.description), dtype="<u8")
         lengths = lengths_of(call) if call.outgoing else np.zeros(2 * group.size, dtype="<i8")
         own = np.concatenate([words.view("u1"), lengths.view("u1")])
-        sent = np.empty((group.size, own.size + MOST_NOTICE_BYTES), dtype="u1")
+        sent = np.zeros((group.size, own.size + _most_bytes(group.size)), dtype="u1")
         sent[:, : own.size] = own
         for notice, part in zip(sent, parts, strict=True):
             notice[own.size : own.size + part.size] = part
@@ -141,7 +142,7 @@ class NetworkRunner:
         else:
             yield from layout_allreduce(group, layout, flat, call.op, call.scale, codec, tag, turns, call.source, None)
 
-    def _reduce_for_root(self, call: Collective, _: Array, tag: int, turns: tuple[int, int]) -> Steps[None]:
+    def _reduce_to_another(self, call: Collective, _: Array, tag: int, turns: tuple[int, int]) -> Steps[None]:
         """Reduce to another rank, with this rank's result in scratch memory."""
         scratch = SCRATCH.take(call.source.nbytes)
         yield from self._allreduce(call, scratch[: call.source.nbytes].view(call.source.dtype), tag, turns)
@@ -152,4 +153,15 @@ def _fits(call: Collective, size: int) -> bool:
     """True if the parts of a call travel with its description; alike on all ranks."""
     if call.outgoing or call.steps is not None:
         return False
-    return call.part_bytes(size) <= MOST_NOTICE_BYTES * (size if call.kind in _SPLITTING else 1)
+    return call.part_bytes(size) <= _most_bytes(size) * (size if call.kind in _SPLITTING else 1)
+
+
+def _most_bytes(size: int) -> int:
+    """Return the most bytes of a part that travels with the description, in a group of ``size`` ranks."""
+    return min(MOST_PART_BYTES, MOST_BYTES // size // 16 * 16)
+
+
+def _steps_of(call: Collective, tag: int) -> Steps[None]:
+    """Call ``call.steps`` only when the ranks have compared the call: it may change what a codec keeps."""
+    assert call.steps is not None
+    yield from call.steps(tag)

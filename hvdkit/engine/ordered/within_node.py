@@ -121,8 +121,10 @@ class NodeRunner:
             is_over = True
         finally:
             if offset >= 0:
-                # A rank that was stopped may still write to the memory of a failed call later.
-                (ARENA.unpin if is_over else ARENA.unpin_failed)([offset])
+                if is_over:
+                    ARENA.unpin([offset])
+                else:  # a rank that was stopped may still write there later
+                    ARENA.unpin_failed([offset], group.transport.is_elastic)
 
     def close(self) -> None:
         """Give the memory of the group back when its last rank leaves."""

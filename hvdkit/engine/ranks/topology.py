@@ -24,6 +24,11 @@ class Topology:
     has_core_each: bool = False  # the ranks of this node need not share cores
     is_full: bool = False  # on every node the ranks' threads have every core that they may run on
 
+    @property
+    def is_first_of_node(self) -> bool:
+        """True on the first rank of each node, whose local rank need not be 0 in an elastic job."""
+        return any(node[0] == self.rank for node in self.nodes)
+
     def describe(self, rank: int) -> str:
         """Return a rank with its host, for messages."""
         return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"

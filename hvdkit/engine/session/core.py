@@ -53,9 +53,8 @@ class Engine:
         static_process_sets: Sequence[list[int]],
         leftover: list[tuple[int, bytes]],
         heartbeat: Heartbeat | None = None,
-        is_elastic: bool = False,
     ) -> None:
-        """``leftover``: control messages that came in during init. ``is_elastic``: as of a Session."""
+        """``leftover``: control messages that came in during init."""
         self.transport, self.topology, self.settings = transport, topology, settings
         self.operations: list[Operation] = []
         self.submissions: dict[Key, Submission] = {}
@@ -80,7 +79,7 @@ class Engine:
         self.joining = Joining(self)
         self.watch = Watch(self, heartbeat)
         batches = Batches(self.mailbox, self.groups, self.submissions, self.operations, telemetry)
-        self.rounds = Rounds(self, batches, is_elastic)
+        self.rounds = Rounds(self, batches)
         if transport.size > 1:
             transport.set_waker(driver.wake)
         driver.start(self.rounds)

@@ -3,77 +3,108 @@
 from __future__ import annotations
 
 import gc
+import logging
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvdkit import config, environments
+from hvdkit import config
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.session.session import Session
 from hvdkit.environments.ticket import Launcher, Ticket
-from hvdkit.transports.security.listening import addresses_for
+from hvdkit.errors import HorovodInternalError
+
+logger = logging.getLogger("hvdkit")
 
 # An engine is one large cycle, and a training that makes no new objects may not collect it. A generation leaves 0.4 MB;
 # to collect takes 0.1 to 0.2 s.
 GENERATIONS_OF_GARBAGE = 32
-
 # Threads that are inside of Gloo end when the other members have left, so that nobody waits for them after a failure.
 CLOSING_SECONDS = 0.02
 
-_ticket: Ticket | None = None  # of the present generation
-_transport: Any = None  # of the present generation
+
+class _Generation(NamedTuple):
+    ticket: Ticket
+    transport: Any
+
+
+_present: _Generation | None = None  # the last one that this process has entered
 
 
 def enter_next(launcher: Launcher, failed: bool = False) -> Ticket:
     """Leave the present session, if any, and enter the next generation of an elastic job. Collective, and blocks.
 
-    ``failed``: leave at once, since a rank is lost; else all ranks call this together. Process sets of which all
-    members are in both generations stay, with the new numbers of their ranks.
+    ``failed``: leave at once, since a rank is lost; else all ranks call this together. Process sets stay, with the new
+    numbers of their ranks, where all their members are in both generations and no new process is; others end.
+    Raises ForkedChildError in a forked child, HorovodInternalError if a library that the engine has called does not
+    come back, and the errors of init if the ranks cannot meet. After an error this may be called again.
     """
-    global _ticket, _transport
+    global _present
     from hvdkit.transports.torch_distributed import open_by_ticket  # needs PyTorch
 
-    if (session := runtime.replace_session(None)) is not None:
-        if failed:
-            _clear_frames(session.engine.mailbox.error)
-            _transport.closing_seconds = CLOSING_SECONDS
-            session.abandon()
-        else:
-            session.close()
-    if _ticket is not None and _ticket.generation % GENERATIONS_OF_GARBAGE == 0:
-        gc.collect()
+    runtime.check_not_forked()
     settings = config.from_environment()
-    ticket, _transport = open_by_ticket(launcher, addresses_for(environments.detect()))
+    logging.getLogger("hvdkit").setLevel(settings.log_level.upper())
+    runtime.watch_end()
+    _leave(failed)
+    if _present is not None and _present.ticket.generation % GENERATIONS_OF_GARBAGE == 0:
+        gc.collect()
+    ticket, transport = open_by_ticket(launcher)
     ARENA.begin_generation()
-    kept = [] if _ticket is None else _renumber(runtime.process_sets_of_init(), _ticket, ticket)
-    ranks = [list(process_set.ranks or []) for process_set in kept]
-    runtime.replace_session(Session(_transport, ticket.world, settings, ranks, is_elastic=True))
+    sets = runtime.registered_process_sets()
+    ranks_of = {} if _present is None else _new_ranks(sets, _present.ticket, ticket)
+    kept = [process_set for process_set in sets if id(process_set) in ranks_of]
+    # Nothing is changed before the session stands: where a rank dies meanwhile, the next ticket counts.
+    runtime.begin(Session(transport, ticket.world, settings, [ranks_of[id(process_set)] for process_set in kept]))
+    for process_set in sets:
+        if id(process_set) not in ranks_of:
+            process_set.process_set_id = None
+            process_set.lost = f"ranks have left the job or joined it before generation {ticket.generation}"
     for number, process_set in enumerate(kept, start=1):
-        process_set.process_set_id = number
-    runtime.process_sets_of_init()[:] = kept
-    _ticket = ticket
+        process_set.process_set_id, process_set.ranks = number, ranks_of[id(process_set)]
+    sets[:] = kept
+    _present = _Generation(ticket, transport)
     return ticket
+
+
+def _leave(failed: bool) -> None:
+    """End the present session, if there is one."""
+    session = runtime.take_session()
+    if session is None:
+        return
+    error = session.engine.mailbox.error
+    if failed or error is not None:
+        _clear_frames(error)
+        if _present is not None:
+            _present.transport.closing_seconds = CLOSING_SECONDS
+        if not session.free():
+            raise HorovodInternalError(
+                f"{session.engine.mailbox.me()} cannot enter another generation: a library that hvdkit has called does "
+                "not come back.\nHINT: end this process, so that another one takes its place."
+            )
+    elif (lost := session.close()) is not None:
+        logger.warning("%s", lost)
 
 
 def _clear_frames(error: BaseException | None) -> None:
     """Clear the frames that raised an error: their variables keep the gradients of a failed step."""
-    while error is not None:
+    seen: set[int] = set()  # an error may be the context of its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _renumber(process_sets: list[ProcessSet], before: Ticket, now: Ticket) -> list[ProcessSet]:
-    """Return the process sets of which all members are there, with their new ranks; end the others."""
-    new_ranks = {(member.host, member.slot): rank for rank, member in enumerate(now.members)}
-    kept = []
-    for process_set in process_sets:
-        members = [before.members[rank] for rank in process_set.ranks or []]
-        lost = [member for member in members if (member.host, member.slot) not in new_ranks]
-        if lost:
-            process_set.process_set_id = None
-            process_set.lost = f"slot {lost[0].slot} of {lost[0].host}"
-        else:
-            process_set.ranks = sorted(new_ranks[member.host, member.slot] for member in members)
-            kept.append(process_set)
-    return kept
+def _new_ranks(process_sets: list[ProcessSet], before: Ticket, now: Ticket) -> dict[int, list[int]]:
+    """Return the new ranks, by the id of its object, of each set that stays."""
+    ranks = {member.process: rank for rank, member in enumerate(now.members)}
+    former = [member.process for member in before.members]
+    if not ranks.keys() <= set(former):
+        return {}  # a new process knows none of the sets
+    members_of = {id(each): [former[rank] for rank in each.ranks or []] for each in process_sets}
+    return {
+        key: sorted(ranks[process] for process in members)
+        for key, members in members_of.items()
+        if all(process in ranks for process in members)
+    }

@@ -32,7 +32,7 @@ class ProcessSet:
     process_set_id: int | None = None
     ranks: list[int] | None = None
     mpi_comm: Any = None
-    lost: str = ""  # the member that left an elastic job, which ended the set
+    lost: str = ""  # why an elastic job has ended the set
 
     def __init__(self, ranks_or_comm: Any) -> None:
         if hasattr(ranks_or_comm, "Get_group"):
@@ -144,6 +144,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if number is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id, process_set.lost = number, ""
+    runtime.registered_process_sets().append(process_set)
     return process_set
 
 
@@ -166,6 +167,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     _check_dynamic("removing")
     number, process_set.process_set_id = process_set.process_set_id, None
+    registered = runtime.registered_process_sets()
+    registered[:] = [each for each in registered if each is not process_set]
     assert number is not None
     return engine.named.remove_process_set(number)
 

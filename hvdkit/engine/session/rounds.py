@@ -19,13 +19,13 @@ logger = logging.getLogger("hvdkit")
 
 # How long an error that names no rank, as those of a device's library, waits for a goodbye or a broken connection.
 NAMELESS_SECONDS = 5.0
-GOODBYE_ON_ITS_WAY_SECONDS = 0.5
+GOODBYE_ON_ITS_WAY_SECONDS, ELASTIC_GOODBYE_SECONDS = 0.5, 0.05
 
 
 class Rounds:
     """The work of the driver, which calls ``run`` from one thread at a time."""
 
-    def __init__(self, engine: Engine, batches: Batches, is_elastic: bool = False) -> None:
+    def __init__(self, engine: Engine, batches: Batches) -> None:
         self._transport = engine.transport
         self._driver = engine.driver
         self._telemetry = engine.telemetry
@@ -39,7 +39,7 @@ class Rounds:
         self._joining = engine.joining
         self._watch = engine.watch
         self._batches = batches
-        self._is_elastic = is_elastic
+        self._is_elastic = engine.transport.is_elastic
         self._broke_at: dict[int, float] = {}
 
     def busy(self) -> bool:
@@ -165,14 +165,14 @@ class Rounds:
             case messages.Bye(reason, code):
                 failed_first = not mailbox.failed_with
                 mailbox.departs(sender, reason, code)
-                self._form_anew_without(sender, reason, code)
+                self._raise_if_failed(sender, reason, code)
                 if coordinator is not None:
                     if failed_first and mailbox.failed_with:  # before the errors that follow from it
                         mailbox.tell_everyone(messages.Left(sender, reason, code))
                     coordinator.depart(sender, reason)
             case messages.Left(rank, reason, code):
                 mailbox.departs(rank, reason, code)
-                self._form_anew_without(rank, reason, code)
+                self._raise_if_failed(rank, reason, code)
             case messages.Lost(rank, lives, text):
                 self.fail((PeerFailedError if lives else PeerLostError)(text, rank))
             case _ if coordinator is not None:
@@ -180,11 +180,8 @@ class Rounds:
             case _:
                 raise ValueError(f"{type(message).__name__} is for the coordinator")
 
-    def _form_anew_without(self, rank: int, reason: str, code: int) -> None:
-        """Fail at once after a rank of an elastic job has left with an exit code: the others do not wait for its data.
-
-        Raises PeerLostError then.
-        """
+    def _raise_if_failed(self, rank: int, reason: str, code: int) -> None:
+        """Raise PeerLostError if a rank of an elastic job has left with an exit code: its data may never come."""
         if self._is_elastic and code:
             raise PeerLostError(f"{self._mailbox.topology.describe(rank)} has left the job: {reason}", rank)
 
@@ -205,9 +202,10 @@ class Rounds:
 
     def _may_have_left(self, rank: int) -> bool:
         """True if the goodbye of a rank whose connection broke may still be on its way, over other ranks."""
-        if self._is_elastic or rank in self._mailbox.departed or self._mailbox.relay.is_neighbour(rank):
+        if rank in self._mailbox.departed or self._mailbox.relay.is_neighbour(rank):
             return False
-        return monotonic() - self._broke_at.setdefault(rank, monotonic()) < GOODBYE_ON_ITS_WAY_SECONDS
+        seconds = ELASTIC_GOODBYE_SECONDS if self._is_elastic else GOODBYE_ON_ITS_WAY_SECONDS
+        return monotonic() - self._broke_at.setdefault(rank, monotonic()) < seconds
 
     def _fail_operation(self, operation: Operation, error: Exception) -> None:
         """Raise the error of an operation, naming the lost rank. Return if a goodbye may still explain it."""
@@ -266,10 +264,9 @@ class Rounds:
         """End every wait with ``error``: a rank is lost, or this rank cannot go on."""
         if self._mailbox.error is None:
             self._mailbox.error, self._driver.looks_at_once = error, False
-        for operation in list(self._operations):
+        operations = list(self._operations)
+        for operation in operations:
             operation.fail(error)
-            if self._is_elastic:
-                operation.close()
         self._operations.clear()
         for group in list(self._ordered.values()):
             group.fail(error)
@@ -277,3 +274,6 @@ class Rounds:
         self._lanes.fail(error)
         self._named.fail(error)
         self._joining.fail(error)
+        if self._is_elastic:
+            for operation in operations:
+                operation.close()

@@ -30,7 +30,7 @@ logger = logging.getLogger("hvdkit")
 _session: Session | None = None
 # State of the process, which outlives its sessions.
 _generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
-_process_sets: list[ProcessSet] = []  # that were passed to init
+_process_sets: list[ProcessSet] = []  # that were passed to init, or added since
 _inherited: Session | None = None  # of the parent of this fork; to free it would end the parent's session
 
 
@@ -60,7 +60,7 @@ def is_forked() -> bool:
 
 def is_elastic() -> bool:
     """True in an elastic job, whose ranks come and go."""
-    return _session is not None and _session.is_elastic
+    return _session is not None and _session.engine.transport.is_elastic
 
 
 def check_not_forked() -> None:
@@ -134,30 +134,44 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}")  # MPI would crash
     try:
         world, transport = _connect(comm, world, members, settings, cuda, for_torch)
-        _session = Session(transport, world, settings, static)
+        session = Session(transport, world, settings, static)
     except (OSError, MemoryError, RuntimeError) as error:
         words = limits.exhausted(error)
         if words is None:
             raise
         raise TransportUnavailableError(f"rank {world.rank} cannot start: {words}") from error
-    _session.engine.named.submitting = ENDING.forget  # a script that submits has caught its SystemExit and goes on
-    watch_forks()
+    begin(session)
     for number, process_set in enumerate(sets, start=1):
         process_set.process_set_id, process_set.lost = number, ""
     _process_sets[:] = sets
     if settings.timeline and settings.timeline != "DYNAMIC":
-        _session.engine.telemetry.start(settings.timeline, settings.timeline_mark_cycles)
+        session.engine.telemetry.start(settings.timeline, settings.timeline_mark_cycles)
 
 
-def replace_session(session: Session | None) -> Session | None:
-    """Make a session that of this process, and return the one before."""
+def begin(session: Session) -> None:
+    """Make a session that of this process."""
     global _session
-    before, _session = _session, session
-    return before
+    _session = session
+    session.engine.named.submitting = ENDING.forget  # a script that submits has caught its SystemExit and goes on
+    watch_forks()
 
 
-def process_sets_of_init() -> list[ProcessSet]:
-    """Return the process sets that were passed to init, which a new generation of an elastic job may change."""
+def take_session() -> Session | None:
+    """Return the session of this process, which has none from now on."""
+    global _session
+    session, _session = _session, None
+    return session
+
+
+def watch_end() -> None:
+    """Have the end of this process tell the launcher and the other ranks why."""
+    ENDING.record_wanted = take_wanted() or ENDING.record_wanted
+    tell_init()
+    ENDING.watch(shutdown, _first_gone)
+
+
+def registered_process_sets() -> list[ProcessSet]:
+    """Return the process sets that were passed to init, or added since, for the caller to change."""
     return _process_sets
 
 

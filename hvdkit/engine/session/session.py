@@ -93,22 +93,15 @@ class Session:
     """A rank's engine, and the ``process`` that may use it; forks of the process may not."""
 
     def __init__(
-        self,
-        transport: Transport,
-        world: World,
-        settings: Settings,
-        process_sets: Sequence[list[int]] = (),
-        is_elastic: bool = False,
+        self, transport: Transport, world: World, settings: Settings, process_sets: Sequence[list[int]] = ()
     ) -> None:
         """Meet the other ranks of ``transport``, which this object owns from now on. Collective, and blocks.
 
-        ``process_sets``: the ranks of each initial set. ``is_elastic``: the ranks form a new generation when one fails,
-        so that all notice at once.
+        ``process_sets``: the ranks of each initial set.
         Raises HorovodInternalError on every rank if versions or process sets differ, PeerLostError if a rank does not
         come.
         """
         self._heartbeat: Heartbeat | None = None
-        self.is_elastic = is_elastic
         try:
             connected, exchanges = transport, InitExchanges(settings.timeout_seconds)
 
@@ -130,9 +123,7 @@ class Session:
             unspoken = set(range(transport.size)) - {transport.rank} - neighbours
             transport.settle([], sorted(unspoken), lambda: exchange(b"here"))
             leftover = exchanges.leftover
-            self.engine = Engine(
-                transport, topology, settings, network, process_sets, leftover, self._heartbeat, is_elastic
-            )
+            self.engine = Engine(transport, topology, settings, network, process_sets, leftover, self._heartbeat)
         except BaseException:
             if self._heartbeat is not None:
                 self._heartbeat.stop()
@@ -151,11 +142,14 @@ class Session:
             if self.engine.topology.size > 1:
                 graceful, lost = self._say_goodbye(reason, code, failed)
         finally:
-            self.abandon(graceful)
+            self.free(graceful)
         return lost
 
-    def abandon(self, graceful: bool = False) -> None:
-        """Free everything without a goodbye. ``graceful``: all ranks do it now, and nothing is in flight."""
+    def free(self, graceful: bool = False) -> bool:
+        """Free everything without a goodbye. Returns False if a library still runs that the engine has called.
+
+        ``graceful``: all ranks do it now, and nothing is in flight.
+        """
         engine = self.engine
         engine.driver.stop()
         with engine.driver.halted(1.0) as halted:
@@ -167,6 +161,7 @@ class Session:
             if self._heartbeat is not None:
                 self._heartbeat.stop()
             engine.transport.close(graceful and halted)
+        return halted
 
     def _say_goodbye(self, reason: str, code: int, failed: bool) -> tuple[bool, PeerLostError | None]:
         """Return whether all ranks shut down now, and the error of a lost rank."""

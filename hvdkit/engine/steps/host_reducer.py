@@ -75,6 +75,7 @@ class HostReducer(Reducer):
         self._nbytes = [slot.nbytes for slot in slots]
         self._offers: list[Offer | None] = [None] * len(self._slots)
         self._pinned: list[int] = []
+        self._is_elastic = group.transport.is_elastic
         self.is_written_late = node is None
         self.takes_turns = takes_turns
         # Not by this rank's own node, which may be the only one with one rank: all ranks must cut alike.
@@ -136,10 +137,10 @@ class HostReducer(Reducer):
         pinned = self._take_pinned()
         if self._node is not None:
             self._node.withdraw()
-        if ARENA.keep_until_next_generation(pinned) or self._node is None:
-            return  # else pinned for ever: a late message may still be received there
+        if self._node is None and not self._is_elastic:
+            return  # pinned for ever: a late message may still be received there
         try:
-            ARENA.unpin_failed(pinned)
+            ARENA.unpin_failed(pinned, self._is_elastic)
         except OSError as error:
             self.is_written_late = True  # and pinned for ever
             logger.warning("gradients of a failed step are copied, since they cannot be moved: %s", error)
@@ -291,7 +292,8 @@ class HostReducer(Reducer):
         if self._node is not None and quiet:
             self._node.give_back()
         self.residuals.forget()
-        ARENA.trim()
+        if not self._is_elastic:  # the next generation has the same gradients
+            ARENA.trim()
 
     def close(self) -> None:
         self.block.leave()

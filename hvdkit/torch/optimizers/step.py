@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 
 from hvdkit.api.gradients.guard import WATCH
 from hvdkit.engine.session import runtime
-from hvdkit.errors import HorovodInternalError, ParametersDifferError
+from hvdkit.errors import ParametersDifferError, PeerFailedError, PeerLostError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.gradients.hooks import synchronizers_in_flight
 from hvdkit.torch.gradients.synchronizer import GradientSynchronizer
@@ -69,11 +69,9 @@ def reduce_and_step(
         except ParametersDifferError:
             if not has_computed:  # the next error tells the cause
                 raise
-        except HorovodInternalError:
-            if runtime.engine().mailbox.error is None:
-                raise
-            # A rank was lost while parameters were compared. This step is complete, so the next one raises the error.
-            logger.debug("parameters were not compared", exc_info=True)
+        except (PeerLostError, PeerFailedError) as error:
+            # This step is complete, so the next one raises the error.
+            logger.warning("the parameters were not compared after a step: %s", error)
     if has_computed:
         raise AssertionError(COMPUTED_IN_STEP)
     return result

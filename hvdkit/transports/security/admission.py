@@ -7,8 +7,8 @@ once it has all introductions, with a digest of them. A rank that follows a dead
 another introduction than its own, and waits until another rank 0 has come. A rank 0 that was only taken for dead sees
 its successor before it answers, and gives up.
 
-The secret of the session follows from all nonces. It seals the addresses at which Gloo connects (``SealedStore``), and
-each rank proves it over every connection. Without a secret of the job, it is as open as the store, and keeps out
+The secret of the session follows from all nonces. Each rank proves it over every connection, and it seals the addresses
+where device collectives meet (``SealedStore``). Without a secret of the job, it is as open as the store, and keeps out
 processes that are here by mistake.
 """
 
@@ -51,7 +51,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Admission:
-    """The attempt's part of the store, the credentials of the session, and where each rank listens."""
+    """The attempt's part of the store (None with a ticket), the credentials of the session, and where ranks listen."""
 
     store: Any
     session: Credentials
