@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hvdkit import kernels
 from hvdkit.collectives import exchange
-from hvdkit.collectives.group import Array, Group, Steps, equal_parts, equal_runs, partition
+from hvdkit.collectives.group import Array, Group, Steps, equal_parts, equal_runs, is_same, partition
 from hvdkit.collectives.hierarchical import counterparts, split_scale
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.collectives.staging import Mode, Staging
@@ -64,7 +64,7 @@ class NodeExchange:
         staging, across = self._staging, self._across
         shares = equal_runs(own.size * self._ranks, self._ranks)
         parts = [block[slice(*shares[self._me])] for block in blocks]
-        if parts[across.rank].ctypes.data != own.ctypes.data:
+        if not is_same(parts[across.rank], own):
             parts[across.rank][...] = own
         transfers = []
         for node in across.peers:
@@ -120,10 +120,8 @@ class RankExchange:
 
     def reduce_scatter(self, source: Array, own: Array, op: ReduceOp, scale: Scale, tag: int) -> Steps[None]:
         """Replace ``own`` by this rank's part of ``scale * (op over all ranks' source)``, in the order of ranks."""
-        scratch, parts = exchange.room_for_payloads(self._group, own)
-        yield from exchange.alltoall(self._group, equal_parts(source, self._group.size), parts, tag)
-        kernels.reduce_into(own, parts, op, scale)
-        SCRATCH.give_back(scratch)
+        bounds = equal_runs(source.size, self._group.size)
+        return exchange.reduce_scatter(self._group, source, bounds, own, op, scale, tag)
 
     def broadcast(self, buffer: Array, root: int, tag: int) -> Steps[None]:
         """Replace ``buffer`` (flat) on every rank by that of ``root``. Uses ``tag`` and ``tag + 1``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdkit import kernels
-from hvdkit.collectives.group import Array, Group, Runs, Steps, partition
+from hvdkit.collectives.group import Array, Group, Runs, Steps, is_same, partition
 from hvdkit.collectives.scratch import SCRATCH
 from hvdkit.compression import Cast
 from hvdkit.kernels import ONE, ReduceOp, Scale
@@ -73,18 +73,23 @@ def alltoall(
         yield transfers
 
 
-def reduce_scatter(group: Group, buffer: Array, bounds: Runs, op: ReduceOp, scale: Scale, tag: int) -> Steps[Array]:
-    """Reduce ``buffer`` (flat) in rank order; return this rank's part of it. Sends n (P - 1) / P bytes a rank."""
-    chunks = [buffer[start:stop] for start, stop in bounds]
-    own = chunks[group.rank]
+def reduce_scatter(
+    group: Group, source: Array, bounds: Runs, own: Array, op: ReduceOp, scale: Scale, tag: int
+) -> Steps[None]:
+    """Replace ``own`` by this rank's part of the reduction of ``source`` (flat), in rank order.
+
+    ``source`` stays as it is, unless ``own`` lies in it. Sends n (P - 1) / P bytes a rank.
+    """
+    chunks = [source[start:stop] for start, stop in bounds]
+    if is_same(own, chunks[group.rank]):
+        chunks[group.rank] = own
+    scratch, parts = room_for_payloads(group, own)
+    yield from alltoall(group, chunks, parts, tag)
     if group.size > 1:
-        scratch, parts = room_for_payloads(group, own)
-        yield from alltoall(group, chunks, parts, tag)
         kernels.reduce_into(own, parts, op, scale)
-        SCRATCH.give_back(scratch)
     else:
         scale_in_place(own, scale)
-    return own
+    SCRATCH.give_back(scratch)
 
 
 def broadcast(group: Group, buffer: Array, root: int, tag: int) -> Steps[None]:

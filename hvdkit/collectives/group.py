@@ -76,6 +76,11 @@ def partition(count: int, parts: int, itemsize: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
+def is_same(array: Array, other: Array) -> bool:
+    """True if two arrays begin at one address."""
+    return bool(array.ctypes.data == other.ctypes.data)
+
+
 def equal_runs(count: int, parts: int) -> list[tuple[int, int]]:
     """Cut ``count`` elements into ``parts`` equal ranges (start, stop)."""
     each = count // parts

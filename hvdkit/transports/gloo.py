@@ -82,13 +82,17 @@ class GlooTransfer:
 
 
 class _Pair:
-    """The state of Gloo's connection to a peer: both ends want it, then it is made and proven, or has failed."""
+    """The state of Gloo's connections to a peer: both ends want them, then they are made and proven, or have failed.
 
-    __slots__ = ("error", "is_made", "is_open", "is_wanted", "peer_wants", "waiting")
+    ``made``: how many are made, of which there is one for each address. Before ``is_open``, the peer has not proven
+    over each that it is a rank of the session.
+    """
+
+    __slots__ = ("error", "is_open", "is_wanted", "made", "peer_wants", "waiting")
 
     def __init__(self) -> None:
-        # After is_made, before is_open, the peer has not proven yet that it is a rank of the session.
-        self.is_wanted = self.peer_wants = self.is_made = self.is_open = False
+        self.is_wanted = self.peer_wants = self.is_open = False
+        self.made = 0
         self.error: Exception | None = None
         self.waiting: list[tuple[GlooTransfer, str, int]] = []
 
@@ -154,11 +158,13 @@ class GlooTransport(Transport):
         return transfer
 
     def _connect(self, peer: int) -> None:
-        """Have Gloo connect to ``peer``, which wants it too, and check its proof. Runs on a waiter thread."""
+        """Have Gloo connect to ``peer``, which wants it too, and check its proofs. Runs on a waiter thread."""
         pair = self._pairs[peer]
         error: Exception | None = None
         try:
-            prove(self._group, self.rank, peer, self._session, PROOF_TAG, partial(setattr, pair, "is_made", True))
+            for context in range(self._contexts):
+                connected = partial(setattr, pair, "made", context + 1)
+                prove(self._group, self.rank, peer, self._session, PROOF_TAG + context, connected)
         except (RuntimeError, AuthenticationError) as problem:
             error = problem
         with self._pairs_lock:
@@ -246,9 +252,10 @@ class GlooTransport(Transport):
         with self._pairs_lock:
             for pair in self._pairs:
                 self._end_waiting(pair, RuntimeError("this rank has ended it"))
-            used = [peer for peer, pair in enumerate(self._pairs) if pair.is_made] if self._group is not None else []
-        for peer in used:
-            for tag in range(PROOF_TAG + 1, PROOF_TAG + 1 + self._contexts):
+            made = [pair.made for pair in self._pairs] if self._group is not None else []
+        for peer, connections in enumerate(made):
+            for context in range(connections):  # a receive from another one would wait for the peer to connect
+                tag = PROOF_TAG + self._contexts + context
                 try:  # Gloo has no call that closes a connection, but breaks it where a wait times out
                     nothing = torch.empty(1, dtype=torch.uint8)
                     self._group.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))

@@ -58,16 +58,23 @@ def test_allgather_and_alltoall_move_every_part_to_its_place(size):
         assert result == [[100 * peer + rank] * lengths[rank] for peer in range(size)]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_reduce_scatter_leaves_each_rank_its_run_of_the_sum(size):
+def test_reduce_scatter_leaves_each_rank_its_run_of_the_sum(size, in_place):
     inputs = random_inputs(size, 40)
     expected = functools.reduce(np.add, inputs) * np.float32(0.5)
     bounds = partition(40, size, 4)
-    results = run_everywhere(
-        size, lambda group: reduce_scatter(group, inputs[group.rank].copy(), bounds, ReduceOp.SUM, Scale(0.5), 0)
+    sources = [array.copy() for array in inputs]
+    runs = [source[slice(*run)] for source, run in zip(sources, bounds, strict=True)]
+    owns = runs if in_place else [np.zeros_like(run) for run in runs]
+    run_everywhere(
+        size,
+        lambda group: reduce_scatter(group, sources[group.rank], bounds, owns[group.rank], ReduceOp.SUM, Scale(0.5), 0),
     )
-    for (start, stop), (own, _) in zip(bounds, results, strict=True):
-        np.testing.assert_array_equal(own, expected[start:stop])
+    for run, own, source, before in zip(bounds, owns, sources, inputs, strict=True):
+        np.testing.assert_array_equal(own, expected[slice(*run)])
+        source[slice(*run)] = before[slice(*run)] if in_place else source[slice(*run)]
+        np.testing.assert_array_equal(source, before)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -47,7 +47,7 @@ class Lines:
 class Rank(Lines):
     """A rank's end: it is the launcher for the rank, brings it orders, and takes its reports."""
 
-    addresses = ["127.0.0.1"]  # noqa: RUF012 (the same for all)
+    addresses: list[str] = ["127.0.0.1"]  # noqa: RUF012 (the same for all)
 
     def next_ticket(self, address: tuple[str, int]) -> Ticket:
         self.send(address=address)

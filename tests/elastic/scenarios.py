@@ -189,6 +189,12 @@ def rank_that_fails(rank: Rank) -> None:
     rank.receive()
 
 
+def kills_over_two_networks() -> None:
+    """Each rank has two addresses, and so two connections of Gloo to each other, both of which must be broken."""
+    Rank.addresses = ["127.0.0.1", "127.0.0.1"]
+    kills(TWO_HOSTS)
+
+
 def failures() -> None:
     """A rank that leaves with an error is noticed at once, not only when its late data would have come."""
     for places in (ONE_HOST, TWO_HOSTS):
@@ -264,6 +270,7 @@ SCENARIOS = {
     "holes": holes,
     "kills on one host": lambda: kills(ONE_HOST),
     "kills on two hosts": lambda: kills(TWO_HOSTS),
+    "kills over two networks": kills_over_two_networks,
     "failures": failures,
     "process sets": process_sets,
 }

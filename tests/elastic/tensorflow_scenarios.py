@@ -21,6 +21,8 @@ def rank_of_functions(rank: Rank) -> None:
     """Run one tf.function in each generation: dense and sparse gradients, and operations of the user's."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tables: list[Any] = [tf.Variable(tf.zeros([4, 2])), tf.Variable(tf.zeros([3]))]
+    layer = hvd.SyncBatchNormalization(momentum=0.0)
+    layer.build([None, 1])
     traces, first_traces = 0, None
 
     @tf.function
@@ -32,6 +34,7 @@ def rank_of_functions(rank: Rank) -> None:
             loss = number * tf.reduce_sum(rows) + number * tf.reduce_sum(tables[1])
         sparse, dense = tape.gradient(loss, tables)
         total = hvd.allreduce(number, op=hvd.Sum)
+        layer(tf.reshape(number, [1, 1]), training=True)
         return tf.convert_to_tensor(sparse), dense, total, hvd.size_op()
 
     while True:
@@ -40,7 +43,7 @@ def rank_of_functions(rank: Rank) -> None:
         first_traces = first_traces or traces  # TensorFlow traces again after a variable was made, as that of the order
         rank.send(
             sparse=sparse.numpy().tolist(), dense=dense.numpy().tolist(), total=total.numpy().item(),
-            size=size.numpy().item(), traced_again=traces - first_traces,
+            size=size.numpy().item(), moving_mean=float(layer.moving_mean[0]), traced_again=traces - first_traces,
         )  # fmt: skip
         if rank.receive().get("end"):
             hvd.shutdown()
@@ -72,6 +75,7 @@ def _check_functions(job: ElasticJob) -> None:
         assert not report["traced_again"]
         assert report["size"] == size
         assert report["total"] == size * mean
+        assert report["moving_mean"] == mean
         assert report["dense"] == [mean] * 3
         assert report["sparse"] == [[mean * (row in (1, 3))] * 2 for row in range(4)]
 

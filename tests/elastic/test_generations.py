@@ -11,7 +11,8 @@ import pytest
 # Not imported from there: the modules load frameworks, whose ranks are forks of one process.
 SCENARIOS = {
     "scenarios": (
-        "rounds on one host", "rounds on two hosts", "holes", "kills on one host", "kills on two hosts", "failures",
+        "rounds on one host", "rounds on two hosts", "holes", "kills on one host", "kills on two hosts",
+        "kills over two networks", "failures",
         "process sets",
     ),
     "tensorflow_scenarios": ("functions", "keras models"),

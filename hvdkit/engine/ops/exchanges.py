@@ -131,7 +131,8 @@ def _reduce_scatter(batch: Batch) -> Steps[list[Any]]:
             own = flat[slice(*bounds[group.rank])]
             kernels.convert_into(own, summed)
         else:
-            own = yield from reduce_scatter(group, flat, bounds, op, scale, tag)
+            own = flat[slice(*bounds[group.rank])]
+            yield from reduce_scatter(group, flat, bounds, own, op, scale, tag)
         results.append(own.view(array.dtype).reshape(rows[group.rank], *array.shape[1:]).copy())
     return [results]
 

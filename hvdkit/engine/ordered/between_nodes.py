@@ -59,7 +59,7 @@ class NetworkRunner:
         """Run a call. Raises MismatchError on all ranks."""
         group, tag = self._group, ordered_tag(self._group_number, number)
         if not call.is_agreed and _fits(call, group.size):
-            yield from self._run_in_notices(call, number, tag + COMPARED_TAG)
+            yield from self._run_with_description(call, number, tag + COMPARED_TAG)
             return
         call = with_parts(call, group.rank, group.size)
         # The ranks of a node draw in the order of the calls, whose comparisons may end in another order.
@@ -68,7 +68,7 @@ class NetworkRunner:
             yield from self._compare(call, number, tag + COMPARED_TAG, [NO_ARRAY] * group.size)
         yield from steps
 
-    def _run_in_notices(self, call: Collective, number: int, tag: int) -> Steps[None]:
+    def _run_with_description(self, call: Collective, number: int, tag: int) -> Steps[None]:
         """Run a call whose parts travel with the description."""
         group, me, source = self._group, self._group.rank, call.source.view("u1")
         outgoing = equal_parts(source, group.size) if call.kind in _SPLITTING else [source] * group.size

@@ -14,7 +14,7 @@ import numpy as np
 from hvdkit import kernels
 from hvdkit.arena import ARENA, SMALLEST_BYTES
 from hvdkit.collectives import exchange
-from hvdkit.collectives.group import Array, Group, Steps, equal_parts, equal_runs, partition
+from hvdkit.collectives.group import Array, Group, Steps, equal_parts, equal_runs, is_same, partition
 from hvdkit.collectives.staging import Mode, Staging
 from hvdkit.engine.ordered.calls import (
     Collective,
@@ -168,12 +168,12 @@ class NodeRunner:
             shares[root] = (0, array.size)
         elif call.kind == CollectiveKind.ALL_GATHER:
             mode, part = Mode.ALLGATHER, equal_parts(target, size)[me]
-            if not _is_same(part, source):
+            if not is_same(part, source):
                 part[...] = source
         else:
             assert call.kind == CollectiveKind.ALL_TO_ALL, call.kind
             mode = Mode.EXCHANGE
-        takes_source = mode in (Mode.ALLREDUCE, Mode.EXCHANGE) and not _is_same(source, target)
+        takes_source = mode in (Mode.ALLREDUCE, Mode.EXCHANGE) and not is_same(source, target)
         staged = self._staging.new_pass(
             0, mode, array, shares, call.op, call.scale, source if takes_source else None, own
         )
@@ -205,16 +205,12 @@ class NodeRunner:
             rank = (me + step) % size
             part = sources[rank] if call.kind == CollectiveKind.ALL_GATHER else equal_parts(sources[rank], size)[me]
             into = equal_parts(target, size)[rank]
-            if not _is_same(into, part):
+            if not is_same(into, part):
                 into[...] = part
 
 
 def _moves_in_place(call: Collective) -> bool:
     """True if a call runs out of the arenas, where all sources lie there."""
-    in_place = call.kind == CollectiveKind.ALL_REDUCE and _is_same(call.source, call.target)
+    in_place = call.kind == CollectiveKind.ALL_REDUCE and is_same(call.source, call.target)
     elsewhere = call.kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
     return call.source.nbytes >= SMALLEST_BYTES and (in_place or elsewhere)
-
-
-def _is_same(array: Array, other: Array) -> bool:
-    return bool(array.ctypes.data == other.ctypes.data)

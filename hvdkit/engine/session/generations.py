@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import traceback
 from typing import Any, NamedTuple
@@ -17,9 +16,6 @@ from hvdkit.errors import HorovodInternalError
 
 logger = logging.getLogger("hvdkit")
 
-# An engine is one large cycle, and a training that makes no new objects may not collect it. A generation leaves 0.4 MB;
-# to collect takes 0.1 to 0.2 s.
-GENERATIONS_OF_GARBAGE = 32
 # Threads that are inside of Gloo end when the other members have left, so that nobody waits for them after a failure.
 CLOSING_SECONDS = 0.02
 
@@ -48,8 +44,6 @@ def enter_next(launcher: Launcher, failed: bool = False) -> Ticket:
     logging.getLogger("hvdkit").setLevel(settings.log_level.upper())
     runtime.watch_end()
     _leave(failed)
-    if _present is not None and _present.ticket.generation % GENERATIONS_OF_GARBAGE == 0:
-        gc.collect()
     ticket, transport = open_by_ticket(launcher)
     ARENA.begin_generation()
     sets = runtime.registered_process_sets()

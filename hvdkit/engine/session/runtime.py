@@ -165,9 +165,13 @@ def take_session() -> Session | None:
 
 def watch_end() -> None:
     """Have the end of this process tell the launcher and the other ranks why."""
+    _tell_launcher()
+    ENDING.watch(shutdown, _first_gone)
+
+
+def _tell_launcher() -> None:
     ENDING.record_wanted = take_wanted() or ENDING.record_wanted
     tell_init()
-    ENDING.watch(shutdown, _first_gone)
 
 
 def registered_process_sets() -> list[ProcessSet]:
@@ -210,8 +214,7 @@ def _first_gone() -> int | None:
 
 def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     """Return this process's place among all ranks, and the ranks that take part if not all do."""
-    ENDING.record_wanted = take_wanted() or ENDING.record_wanted
-    tell_init()
+    _tell_launcher()
     ENDING.renumbered = is_communicator(comm) or (comm is not None and len(comm) > 0)
     if is_communicator(comm):
         ENDING.watch(shutdown, _first_gone)

@@ -131,3 +131,4 @@ class NodeTransport(Layer):
     def close(self, graceful: bool) -> None:
         super().close(graceful)
         self.memory.close()
+        self.arenas = ()  # large mappings: an engine that has ended may wait long for the garbage collector

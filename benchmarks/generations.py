@@ -1,0 +1,182 @@
+"""How soon ranks train on after one of them was killed, and what it costs to form a generation of an elastic job anew.
+
+    python benchmarks/generations.py
+    python benchmarks/generations.py --kills 2 --rounds 5       # a quick look
+
+The ranks are forks of one process, which is also their launcher (tests/elastic/job.py), so no start of Python counts.
+A kill is measured from SIGKILL to the moment at which the last of the others begins its next step; ``computing`` is the
+time since the failed step began, most of which a rank computes without looking at the others. The state is sent only
+where some ranks have applied the step in which the others failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # as all below that ranks would import, each for itself
+from jobs import ROOT
+from torch import nn
+from torch.nn import functional
+
+sys.path.insert(0, str(ROOT))
+
+import hvdkit.torch as hvd
+from hvdkit.engine.session import generations
+from tests.elastic.job import ElasticJob, Rank, run
+
+SETTLING_STEPS, STEPS = 3, 9  # of a generation, before those that count as later ones, and in all
+WIDTH, WORDS, VOCABULARY, LAYERS = 384, 16, 8192, 8
+
+
+class Transformer(nn.Module):
+    """A transformer of 20.5 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layers = (nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS))
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embedding(words)))
+
+
+def workload(is_large: bool) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """Return a model, and a function that computes its loss on a batch."""
+    torch.manual_seed(0)
+    if not is_large:
+        model: nn.Module = nn.Sequential(
+            nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+        )
+        return model, lambda: model(torch.randn(8, 256)).square().mean()
+    model, words = Transformer(), torch.randint(0, VOCABULARY, (1, WORDS))
+    return model, lambda: functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+
+
+def train(is_large: bool, rank: Rank) -> None:
+    """Train in each generation, and report its first steps and its failure."""
+    model, loss = workload(is_large)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer, version, failed = None, 0, False
+    while True:
+        generations.enter_next(rank, failed)
+        if optimizer is None:
+            optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+        versions = hvd.allgather(torch.tensor([version]), name="versions").tolist()
+        if min(versions) < max(versions):  # some have applied the step in which the others failed
+            newest, version = versions.index(max(versions)), max(versions)
+            hvd.broadcast_parameters(model.state_dict(), root_rank=newest)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=newest)
+        began, seconds = time.monotonic(), []
+        try:
+            while True:
+                step_began = time.monotonic()
+                optimizer.zero_grad()
+                loss().backward()
+                optimizer.step()
+                version += 1
+                seconds.append(time.monotonic() - step_began)
+                if len(seconds) == STEPS:
+                    rank.send(began=began, first=seconds[0], later=statistics.median(seconds[SETTLING_STEPS:]))
+        except hvd.HorovodInternalError:
+            failed = True
+            rank.send(noticed=time.monotonic(), computing=time.monotonic() - step_began)
+
+
+def measure_kills(ranks: int, hosts: int, is_large: bool, kills: int) -> list[dict[str, float]]:
+    """Kill one of ``ranks`` ranks so often, each time of a new job. Returns seconds, of the slowest of the others."""
+    rows = []
+    for number in range(kills):
+        job = ElasticJob(partial(train, is_large), places(ranks, hosts))
+        job.form()
+        job.reports()
+        time.sleep(0.3)
+        killed_at = time.monotonic()
+        job.lose(number % ranks)
+        failures = job.reports()
+        job.form()
+        reports = job.reports()
+        rows.append(
+            {
+                "noticed": slowest(failures, "noticed") - killed_at,
+                "computing": slowest(failures, "computing"),
+                "next step begins": slowest(reports, "began") - killed_at,
+                "first step": slowest(reports, "first"),
+                "later steps": slowest(reports, "later"),
+            }
+        )
+        job.end()
+    return rows
+
+
+def form_again(rank: Rank) -> None:
+    """Enter generation after generation."""
+    while True:
+        began = time.monotonic()
+        generations.enter_next(rank, failed=True)
+        entered = time.monotonic()
+        hvd.barrier()
+        rank.send(forming=entered - began)
+        rank.receive()
+
+
+def measure_forming(ranks: int, hosts: int, rounds: int) -> list[dict[str, float]]:
+    """Form generations of the same ranks, whose numbers go round. Returns seconds, of the slowest."""
+    job, rows = ElasticJob(form_again, places(ranks, hosts)), []
+    for _ in range(rounds + 1):
+        job.form()
+        rows.append({"forming": slowest(job.reports(), "forming")})
+        job.tell()
+        if hosts == 1:
+            job.workers.append(job.workers.pop(0))
+    job.end()
+    return rows[1:]
+
+
+def places(ranks: int, hosts: int) -> list[tuple[str, int]]:
+    each = -(-ranks // hosts)
+    return [(f"host{rank // each}", rank % each) for rank in range(ranks)]
+
+
+def slowest(reports: list[dict[str, Any]], key: str) -> float:
+    return max(report[key] for report in reports)
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return median and maximum of each figure, in ms."""
+    columns = {key: [1e3 * row[key] for row in rows] for key in rows[0]}
+    return {key: [round(statistics.median(values), 1), round(max(values), 1)] for key, values in columns.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=12, help="how many ranks are killed in each case")
+    parser.add_argument("--rounds", type=int, default=40, help="how often a generation is formed anew in each case")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/generations.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, list[float]]] = {}
+
+    def add(name: str, rows: list[dict[str, float]]) -> None:
+        results[name] = summary(rows)
+        print(f"{name}: " + ", ".join(f"{key} {median} ({worst})" for key, (median, worst) in results[name].items()))
+
+    for ranks, hosts in ((2, 1), (4, 1), (4, 2), (8, 1), (16, 1)):
+        add(f"{ranks} ranks on {hosts} hosts form anew", measure_forming(ranks, hosts, args.rounds))
+    for is_large, hosts in ((False, 1), (False, 2), (True, 1), (True, 2)):
+        model = "20.5 M" if is_large else "0.4 M"
+        add(f"one of 4 ranks on {hosts} hosts is killed, {model}", measure_kills(4, hosts, is_large, args.kills))
+    args.out.write_text(json.dumps({"unit": "ms: median, worst", **results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
