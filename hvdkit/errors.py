@@ -127,6 +127,21 @@ class NotInitializedError(ValueError):
         super().__init__(f"Horovod has not been initialized; use hvd.init().\nHINT: {hint}")
 
 
+class NotConnectedError(NotInitializedError):
+    """An operation in a process of an elastic job that is not connected to the other ranks yet.
+
+    ``hvd.init()`` connects nothing there, so that a new process loads its program while the others train. Raised by
+    that call. What to do: make such calls inside the function that ``hvd.elastic.run`` decorates.
+    """
+
+    def __init__(self) -> None:
+        ValueError.__init__(
+            self,
+            "This process of an elastic job is not connected to the other ranks yet.\n"
+            "HINT: move the call into the function that @hvd.elastic.run decorates; state.sync() broadcasts the state.",
+        )
+
+
 class UnsupportedReductionError(ValueError, NotImplementedError):
     """A reduction that the called function does not support.
 
@@ -139,7 +154,8 @@ class UnsupportedReductionError(ValueError, NotImplementedError):
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (the name that elastic Horovod scripts catch)
     """A change of hosts while an elastic job runs; ``skip_sync``: True if state need not be synchronised.
 
-    Never raised by hvdkit, whose jobs are not elastic: scripts that catch it can import it. What to do: nothing.
+    Raised by ``state.commit()`` and ``state.check_host_updates()`` on all ranks at the same call, and caught by
+    ``hvd.elastic.run``. What to do: let it pass.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

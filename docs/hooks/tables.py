@@ -55,7 +55,8 @@ def _row(action: argparse.Action) -> str:
     if not action.option_strings:
         return f"`{action.dest} ...` | {action.help}"
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    value = "" if action.nargs == 0 else f" `{action.metavar or ', '.join(action.choices or ()) or 'N'}`"
+    metavar = " ".join(action.metavar) if isinstance(action.metavar, tuple) else action.metavar
+    value = "" if action.nargs == 0 else f" `{metavar or ', '.join(action.choices or ()) or 'N'}`"
     return f"{names}{value} | {action.help}"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hvdkit.api.operations import HANDLES
 from hvdkit.engine.session import runtime
+from hvdkit.engine.session.communicators import is_communicator
 from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
 from hvdkit.engine.telemetry.telemetry import CommunicationStatistics
@@ -44,7 +45,7 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
 
 def _check_comm(comm: Any) -> Any:
     """Return None, a communicator, or a list of ranks. Raises ValueError for anything else."""
-    if comm is None or runtime.is_communicator(comm):
+    if comm is None or is_communicator(comm):
         return comm
     ranks = list(comm) if isinstance(comm, Iterable) and not isinstance(comm, str | bytes) else None
     if ranks is None or any(isinstance(rank, bool) or not hasattr(rank, "__index__") for rank in ranks):
@@ -70,7 +71,7 @@ def _check_process_sets(process_sets: Any, comm: Any) -> list[ProcessSet] | str 
     for index, process_set in enumerate(sets):
         if not isinstance(process_set, ProcessSet):
             raise TypeError(f"{expected}, got {process_set!r} at index {index}")
-        if comm and not runtime.is_communicator(comm) and process_set.ranks is None:
+        if comm and not is_communicator(comm) and process_set.ranks is None:
             raise NotImplementedError(
                 "At this time process sets defined via MPI communicators are only supported when calling hvd.init() "
                 f"with comm set to a global MPI communicator.\ninit: got comm={comm!r} and {process_set}"

@@ -1,4 +1,4 @@
-"""Tickets: a process's place in one generation of an elastic job, as the launcher tells it."""
+"""Tickets: a process's place in one generation of an elastic job, as the launcher tells it, and how it asks for one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Member(NamedTuple):
 class Ticket:
     """The place of a process in a generation, and the members of that generation in the order of ranks.
 
-    ``secret`` is fresh, and known to the members alone.
+    ``secret`` is fresh, and known to the members alone. ``needs_sync``: True unless all members have the same state.
     """
 
     job: str
@@ -38,6 +38,7 @@ class Ticket:
     rank: int
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)
+    needs_sync: bool = True
 
     def __post_init__(self) -> None:
         """Raise ValueError for a ticket that no launcher writes."""
@@ -54,14 +55,26 @@ class Ticket:
     def to_json(self) -> str:
         """Return the ticket as a line of text."""
         members = [[member.host, member.slot, *member.address, member.process] for member in self.members]
-        return json.dumps([self.job, self.generation, self.rank, members, self.secret.hex()])
+        return json.dumps([self.job, self.generation, self.rank, members, self.secret.hex(), self.needs_sync])
 
 
 def ticket_of(text: str) -> Ticket:
     """Return the ticket in a line of text."""
-    job, generation, rank, members, secret = json.loads(text)
+    job, generation, rank, members, secret, needs_sync = json.loads(text)
     parsed = tuple(Member(host, slot, (address, port), process) for host, slot, address, port, process in members)
-    return Ticket(job, generation, rank, parsed, bytes.fromhex(secret))
+    return Ticket(job, generation, rank, parsed, bytes.fromhex(secret), needs_sync)
+
+
+class Report(NamedTuple):
+    """The facts that a process tells the launcher when it asks for a ticket.
+
+    ``steps``: the steps that its state has seen, None if it has no state of the job. ``failed``: the generation ended
+    by an error, which called the process ``lost`` lost.
+    """
+
+    steps: int | None = None
+    failed: bool = False
+    lost: int | None = None
 
 
 class Launcher(Protocol):
@@ -72,5 +85,5 @@ class Launcher(Protocol):
 
     addresses: list[str]
 
-    def next_ticket(self, address: tuple[str, int]) -> Ticket:
+    def next_ticket(self, address: tuple[str, int], report: Report) -> Ticket:
         """Tell where this process listens, and wait for the ticket of the next generation."""

@@ -115,8 +115,8 @@ def DistributedOptimizer(
         title=name or f"Distributed{type(optimizer).__name__}",
     )
     own = KerasSettings(**vars(settings), average_aggregated_gradients=bool(average_aggregated_gradients))
-    if runtime.is_initialized() and not runtime.is_forked():
-        own.label(runtime.engine())  # now: ranks may make their first steps in different orders
+    if (engine := runtime.current()) is not None:
+        own.label(engine)  # now: ranks may make their first steps in different orders
     return cast("Optimizer", wrap(optimizer, own))
 
 

@@ -19,17 +19,17 @@ FILE = "failure.txt"
 
 
 class Failures:
-    """The failure records of all ranks. ``verbose``: print every traceback as it comes.
+    """The failure records of all ranks. ``verbose``: print every traceback as it comes. ``later``: print none so soon.
 
     Otherwise print the first at once, for a failed rank may take long to end: folded, or as a line if another rank
     caused the failure, since that rank's own record may follow. Print the rest at the job's end.
     """
 
-    def __init__(self, verbose: bool = False) -> None:
+    def __init__(self, verbose: bool = False, later: bool = False) -> None:
         self.records: dict[int, Record] = {}  # by rank, in the order of their arrival
         self.tracebacks: dict[int, str] = {}
         self.times: dict[int, float] = {}  # of the records' arrival, on the monotonic clock
-        self._verbose = verbose
+        self._verbose, self._later = verbose, later
         self._shown: set[int] = set()  # ranks of which the record or its line was printed
         self._has_shown_a_record = False
 
@@ -40,12 +40,20 @@ class Failures:
         self.records[rank], self.tracebacks[rank], self.times[rank] = record, traceback, monotonic()
         if self._verbose:
             _print([f"{SAYS}rank {rank} failed:", *self._text(rank).splitlines()])
+        elif self._later:
+            return True
         elif not self._shown and record.after is None:
             self._show(rank)
         elif not self._shown:
             self._shown.add(rank)
             _print([f"{SAYS}rank {rank}: {shortened(record.error)}"])
         return True
+
+    def clear(self) -> None:
+        """Forget all records: the job goes on without the ranks that failed."""
+        self.records.clear()
+        self.tracebacks.clear()
+        self.times.clear()
 
     def _show(self, rank: int, missed: int | None = None) -> None:
         """Print a rank's record, less a line that was printed before. ``missed``: the rank that it waited for."""

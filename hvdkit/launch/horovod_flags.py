@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from hvdkit.launch import UsageError
 
@@ -32,7 +31,6 @@ _NO_EFFECT = {
 }
 # hvdkit behaves in this way already: its log lines carry no time of their own.
 GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
-_COOLDOWN = "--blacklist-cooldown-range"  # the only flag with two values
 # The reason why flags are refused, and what to do instead: the flags.
 _REFUSED = {
     ("hvdkit does not start jobs by jsrun", "start with --mpi or --gloo, and name the hosts with -H"): "--jsrun",
@@ -40,11 +38,6 @@ _REFUSED = {
         "hvdkitrun reads no configuration file",
         "give its entries as flags, or as the environment variables that docs/settings.md lists",
     ): "--config-file",
-    (
-        "a job keeps the ranks it started with",
-        "give the size with -np and the hosts with -H; save checkpoints and start again to change them",
-    ): "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit "
-    f"{_COOLDOWN} --host-discovery-script",
 }
 REASONS = {flag.rstrip("="): why for why, flags in _NO_EFFECT.items() for flag in flags.split()}
 REFUSALS = {flag: refusal for refusal, flags in _REFUSED.items() for flag in flags.split()}
@@ -63,15 +56,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         else:
             add(flag, action="append_const", const=flag, dest="without_effect")
     for flag in REFUSALS:
-        once = {"action": "append", "nargs": "?", "const": flag}
-        how: dict[str, Any] = {"action": "extend", "nargs": 2} if flag == _COOLDOWN else once
-        add(flag, type=itself(flag), dest="refused", **how)
+        add(flag, action="append", nargs="?", const=flag, type=itself(flag), dest="refused")
     for flag in GRANTED:
         add(flag, action="store_true")
     parser.set_defaults(without_effect=[], refused=[])
     parser.epilog = (
         "All other flags of horovodrun are known too: those for tuning what hvdkit need not tune are accepted with "
-        "a note that they have no effect; elastic jobs, --jsrun and --config-file are not supported."
+        "a note that they have no effect; --jsrun and --config-file are not supported."
     )
 
 

@@ -52,6 +52,16 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     return _without_doubles(hosts, path)
 
 
+def parse_discovered(text: str, slots: int) -> list[Host]:
+    """Return the hosts that a discovery script has printed, each on a line as ``name`` or ``name:slots``."""
+    hint = "the script prints each host on its own line as: host1:2"
+    hosts = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        entry = line if re.search(r":\d+$", line) else f"{line}:{slots}"
+        hosts.append(_host(_HOST, entry, f"{line!r} in the output of the discovery script\nHINT: {hint}"))
+    return _without_doubles(hosts, "the output of the discovery script")
+
+
 def _host(pattern: re.Pattern[str], text: str, about: str) -> Host:
     """Return the host that a text names. Raises UsageError with ``about``, which quotes the text and has a hint."""
     match = pattern.fullmatch(text)

@@ -19,6 +19,7 @@ from hvdkit import as_horovod
 from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import CommandNotFoundError, LaunchError, failures, gloo, mpi, options
+from hvdkit.launch.elastic.run import run_elastic
 from hvdkit.launch.hosts import assign_slots
 from hvdkit.launch.job import LaunchJob, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
@@ -69,6 +70,8 @@ def exit_status(code: int) -> int:
 
 def run(chosen: Options) -> int:
     """Start the job and stay until it has ended. Return the exit status."""
+    if chosen.elastic is not None:
+        return run_elastic(chosen, environment_of(chosen, "torch"), say)
     placements = assign_slots(chosen.hosts, chosen.size)
     hosts = list(dict.fromkeys(placement.host for placement in placements))
     remote = [host for host in hosts if not is_local(host)]
@@ -83,11 +86,7 @@ def run(chosen: Options) -> int:
     check_files(chosen.size, files)
     ssh = Ssh(chosen.ssh_port, chosen.ssh_identity_file, chosen.start_timeout)
     check_reachable(remote, ssh)
-    settings = {**chosen.settings, "HVDKIT_TRANSPORT": controller.transport}
-    environment = job_environment(os.environ, settings, job=secrets.token_hex(8))
-    if chosen.as_horovod:  # ahead of installed packages
-        folders = [str(as_horovod.FOLDER), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    environment = environment_of(chosen, controller.transport)
     output = Output(chosen.size, chosen.output_folder, chosen.timestamps, chosen.verbose)
     if chosen.verbose:
         ways = [f"{host} ({'by ssh' if host in remote else 'this machine'})" for host in hosts]
@@ -97,6 +96,16 @@ def run(chosen: Options) -> int:
     if controller.mpirun is None:
         return run_gloo(job)
     return run_mpi(replace(job, environment={**environment, **mpi.torch_meeting(job)}), controller.mpirun)
+
+
+def environment_of(chosen: Options, transport: str) -> dict[str, str]:
+    """Return the environment that all ranks share."""
+    settings = {**chosen.settings, "HVDKIT_TRANSPORT": transport}
+    environment = job_environment(os.environ, settings, job=secrets.token_hex(8))
+    if chosen.as_horovod:  # ahead of installed packages
+        folders = [str(as_horovod.FOLDER), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    return environment
 
 
 def check_command(command: list[str], size: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import hvdkit
 from hvdkit import config
 from hvdkit.launch import UsageError, horovod_flags
+from hvdkit.launch.elastic import flags as elastic_flags
 from hvdkit.launch.hosts import Host, parse_hostfile, parse_hosts
 
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -38,6 +39,7 @@ class Options:
     verbose: bool = False
     as_horovod: bool = False
     notes: list[str] = field(default_factory=list)  # for stderr, about flags without effect
+    elastic: elastic_flags.ElasticOptions | None = None  # of a job whose processes come and go
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_setting(group, "--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", metavar="S", type=whole)
     _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", metavar="S", type=whole)
     _add_setting(group, "--log-level", "LOG_LEVEL", choices=_LOG_LEVELS)
+    elastic_flags.add_to(parser, _at_least(1, int), _at_least(0, float, or_more=False))
     horovod_flags.add_to(parser)
     return parser
 
@@ -137,7 +140,10 @@ def parse(argv: Sequence[str]) -> Options | None:
     horovod_flags.refuse(arguments.refused)
     if arguments.check_build:
         return None
-    if arguments.size is None:
+    named_hosts = _named_hosts(arguments)
+    elastic = elastic_flags.options_of(arguments, named_hosts)
+    size = arguments.size if elastic is None else elastic.limits.start
+    if size is None:
         raise UsageError("how many processes? -np is missing\nHINT: hvdkitrun -np 4 python train.py starts four")
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
@@ -148,8 +154,9 @@ def parse(argv: Sequence[str]) -> Options | None:
         settings["HOROVOD_START_TIMEOUT"] = f"{arguments.start_timeout:g}"
     return Options(
         command=command,
-        size=arguments.size,
-        hosts=_hosts(arguments),
+        size=size,
+        hosts=named_hosts or [Host("localhost", size if elastic is None else elastic.limits.most)],
+        elastic=elastic,
         controller=arguments.controller,
         transport=_from_environment("transport"),
         ssh_port=arguments.ssh_port,
@@ -167,11 +174,11 @@ def parse(argv: Sequence[str]) -> Options | None:
     )
 
 
-def _hosts(arguments: argparse.Namespace) -> list[Host]:
+def _named_hosts(arguments: argparse.Namespace) -> list[Host] | None:
     if arguments.hosts is not None:
         return parse_hosts(arguments.hosts)
     if arguments.hostfile is None:
-        return [Host("localhost", arguments.size)]
+        return None
     try:
         return parse_hostfile(Path(arguments.hostfile).read_text(), arguments.hostfile)
     except OSError as error:

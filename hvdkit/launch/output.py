@@ -67,18 +67,31 @@ def without_marks(data: bytes) -> tuple[bytes, bytes]:
 class Output:
     """The destination of the ranks' output: this process's streams, line by line, and files, byte by byte."""
 
-    def __init__(self, size: int, folder: Path | None = None, timestamps: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        folder: Path | None = None,
+        timestamps: bool = False,
+        verbose: bool = False,
+        is_elastic: bool = False,
+    ) -> None:
         self._clock: Callable[[], str] = time.ctime if timestamps else lambda: ""
-        self._splitters = {(rank, stream): LineSplitter() for rank in range(size) for stream in STREAMS}
-        self._files = {} if folder is None else _open_files(size, folder)
-        self.failures = Failures(verbose)
+        self._splitters: defaultdict[tuple[int, str], LineSplitter] = defaultdict(LineSplitter)
+        self._folder, self._width = folder, len(str(size - 1))
+        self._files: dict[tuple[int, str], BinaryIO] = {}
+        if folder is not None:
+            for rank in range(size):
+                self._open_files(rank, folder)
+        self.failures = Failures(verbose, later=is_elastic)
         self.noted: defaultdict[str, set[int]] = defaultdict(set)  # the ranks that sent a note, such as INIT
         self._rest: dict[tuple[int, str], bytes] = {}  # for a file: bytes that may begin a mark
         self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
     def write(self, rank: int, stream: str, raw: bytes) -> None:
         """Take bytes that a rank wrote, and print complete lines at once."""
-        if (rank, stream) in self._files:
+        if self._folder is not None:
+            if (rank, stream) not in self._files:  # of a process that an elastic job has started later
+                self._open_files(rank, self._folder)
             data, self._rest[rank, stream] = without_marks(self._rest.get((rank, stream), b"") + raw)
             self._files[rank, stream].write(data)
         self._print(rank, stream, self._splitters[rank, stream].feed(raw))
@@ -130,18 +143,13 @@ class Output:
         target.flush()
         write_all(target.fileno(), b"".join(prefix + line for line in lines))
 
-
-def _open_files(size: int, folder: Path) -> dict[tuple[int, str], BinaryIO]:
-    """Open ``folder/rank.N/stdout`` and ``stderr``; leading zeros in N make names sort as ranks do."""
-    width = len(str(size - 1))
-    files: dict[tuple[int, str], BinaryIO] = {}
-    try:
-        for rank in range(size):
-            rank_folder = folder / f"rank.{rank:0{width}}"
+    def _open_files(self, rank: int, folder: Path) -> None:
+        """Open ``folder/rank.N/stdout`` and ``stderr``; leading zeros in N make names sort as ranks do."""
+        try:
+            rank_folder = folder / f"rank.{rank:0{self._width}}"
             rank_folder.mkdir(parents=True, exist_ok=True)
             for stream in STREAMS:
-                files[rank, stream] = (rank_folder / stream).open("wb", buffering=0)
-    except OSError as error:
-        hint = "give --output-filename a folder that can be written"
-        raise LaunchError(f"cannot write the output files: {error}\nHINT: {hint}") from error
-    return files
+                self._files[rank, stream] = (rank_folder / stream).open("wb", buffering=0)
+        except OSError as error:
+            hint = "give --output-filename a folder that can be written"
+            raise LaunchError(f"cannot write the output files: {error}\nHINT: {hint}") from error

@@ -116,7 +116,7 @@ def DistributedOptimizer(
     names = check_names(named_parameters, optimizer.param_groups)
     is_alone = settings.op is ReduceOp.ADASUM and process_set.size() == 1
     chosen = replace(settings, op=ReduceOp.AVERAGE if is_alone else settings.op, names=names)
-    if runtime.is_initialized() and not runtime.is_forked():
-        chosen.label(runtime.engine())  # now: the order of first steps may be another on each rank
+    if (engine := runtime.current()) is not None:
+        chosen.label(engine)  # now: the order of first steps may be another on each rank
     wrapped: Optimizer = wrap(optimizer, chosen)
     return wrapped

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.environments.base import World
-from hvdkit.environments.ticket import Launcher, Ticket
+from hvdkit.environments.ticket import Launcher, Report, Ticket
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.base import SoloTransport, Transport
 from hvdkit.transports.gloo import GlooTransport
@@ -28,12 +28,12 @@ class TicketTransport(GlooTransport):
     is_elastic = True
 
 
-def open_by_ticket(launcher: Launcher) -> tuple[Ticket, Transport]:
+def open_by_ticket(launcher: Launcher, report: Report) -> tuple[Ticket, Transport]:
     """Return the next ticket of this process and the transport between its members. Collective, and blocks."""
     addresses = launcher.addresses
     listener = listen(addresses[0])
     try:
-        ticket = launcher.next_ticket(listener.getsockname()[:2])
+        ticket = launcher.next_ticket(listener.getsockname()[:2], report)
         if len(ticket.members) == 1:
             listener.close()
             alone = SoloTransport()

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hvdkit.environments.ticket import Member, Ticket, ticket_of
+from hvdkit.environments.ticket import Member, Report, Ticket, ticket_of
 
 SECONDS = 60.0  # for an answer of a rank
 Answer = dict[str, Any]
@@ -49,7 +49,7 @@ class Rank(Lines):
 
     addresses: list[str] = ["127.0.0.1"]  # noqa: RUF012 (the same for all)
 
-    def next_ticket(self, address: tuple[str, int]) -> Ticket:
+    def next_ticket(self, address: tuple[str, int], report: Report) -> Ticket:
         self.send(address=address)
         return ticket_of(self.receive()["ticket"])
 

@@ -15,7 +15,7 @@ import hvdkit.torch as hvd
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import generations, runtime, watch
 from hvdkit.engine.session.session import LEAVING
-from hvdkit.environments.ticket import Ticket
+from hvdkit.environments.ticket import Report, Ticket
 from hvdkit.errors import HorovodInternalError, PeerLostError
 from tests.elastic.job import Answer, ElasticJob, Rank, run
 from tests.transports.shared import grown, held
@@ -46,9 +46,9 @@ def rank_of_rounds(rank: Rank) -> None:
     failed = False
     held_between: list[Any] = []
 
-    def next_ticket(address: tuple[str, int]) -> Ticket:
+    def next_ticket(address: tuple[str, int], report: Report) -> Ticket:
         held_between.append(held())  # after the generation before, of which nothing may be left
-        return Rank.next_ticket(rank, address)
+        return Rank.next_ticket(rank, address, report)
 
     rank.next_ticket = next_ticket  # type: ignore[method-assign]
     while True:

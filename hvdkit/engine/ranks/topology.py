@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvdkit.environments.base import World
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -32,6 +34,14 @@ class Topology:
     def describe(self, rank: int) -> str:
         """Return a rank with its host, for messages."""
         return f"rank {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"rank {rank}"
+
+
+def offered_topology(world: World) -> Topology:
+    """Return the place that the launcher of an elastic job offers to a process, as if all ranks were on its host."""
+    local_rank, local_size, everyone = world.local_rank or 0, world.local_size or 1, tuple(range(world.size))
+    return Topology(
+        world.rank, world.size, local_rank, local_size, 0, 1, True, (world.host or "",) * world.size, (everyone,)
+    )
 
 
 def topology_of(rank: int, reports: Sequence[dict[str, Any]]) -> Topology:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from hvdkit import config
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
+from hvdkit.engine.session.communicators import resolve_ranks
 from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.session.session import Session
-from hvdkit.environments.ticket import Launcher, Ticket
-from hvdkit.errors import HorovodInternalError
+from hvdkit.environments.ticket import Launcher, Report, Ticket
+from hvdkit.errors import HorovodInternalError, PeerLostError
 
 logger = logging.getLogger("hvdkit")
 
@@ -28,10 +29,11 @@ class _Generation(NamedTuple):
 _present: _Generation | None = None  # the last one that this process has entered
 
 
-def enter_next(launcher: Launcher, failed: bool = False) -> Ticket:
+def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = None) -> Ticket:
     """Leave the present session, if any, and enter the next generation of an elastic job. Collective, and blocks.
 
-    ``failed``: leave at once, since a rank is lost; else all ranks call this together. Process sets stay, with the new
+    ``failed``: leave at once, since a rank is lost; else all ranks call this together. ``steps``: those that the state
+    of this process has seen, None if it has not received the state of the job. Process sets stay, with the new
     numbers of their ranks, where all their members are in both generations and no new process is; others end.
     Raises ForkedChildError in a forked child, HorovodInternalError if a library that the engine has called does not
     come back, and the errors of init if the ranks cannot meet. After an error this may be called again.
@@ -43,11 +45,16 @@ def enter_next(launcher: Launcher, failed: bool = False) -> Ticket:
     settings = config.from_environment()
     logging.getLogger("hvdkit").setLevel(settings.log_level.upper())
     runtime.watch_end()
-    _leave(failed)
-    ticket, transport = open_by_ticket(launcher)
+    lost = _leave(failed)
+    ticket, transport = open_by_ticket(launcher, Report(steps, failed, lost))
     ARENA.begin_generation()
     sets = runtime.registered_process_sets()
-    ranks_of = {} if _present is None else _new_ranks(sets, _present.ticket, ticket)
+    if _present is not None:
+        ranks_of = _new_ranks(sets, _present.ticket, ticket)
+    elif ticket.generation == 1:
+        ranks_of = {id(process_set): resolve_ranks(process_set, len(ticket.members)) for process_set in sets}
+    else:
+        ranks_of = {}
     kept = [process_set for process_set in sets if id(process_set) in ranks_of]
     # Nothing is changed before the session stands: where a rank dies meanwhile, the next ticket counts.
     runtime.begin(Session(transport, ticket.world, settings, [ranks_of[id(process_set)] for process_set in kept]))
@@ -62,11 +69,11 @@ def enter_next(launcher: Launcher, failed: bool = False) -> Ticket:
     return ticket
 
 
-def _leave(failed: bool) -> None:
-    """End the present session, if there is one."""
+def _leave(failed: bool) -> int | None:
+    """End the present session, if there is one. Return the process that it called lost, None if there is none."""
     session = runtime.take_session()
     if session is None:
-        return
+        return None
     error = session.engine.mailbox.error
     if failed or error is not None:
         _clear_frames(error)
@@ -79,6 +86,8 @@ def _leave(failed: bool) -> None:
             )
     elif (lost := session.close()) is not None:
         logger.warning("%s", lost)
+    rank = error.rank if isinstance(error, PeerLostError) else None
+    return None if rank is None or _present is None else _present.ticket.members[rank].process
 
 
 def _clear_frames(error: BaseException | None) -> None:

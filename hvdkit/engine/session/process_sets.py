@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdkit.engine.session import runtime
+from hvdkit.engine.session.communicators import resolve_ranks
 
 EXPECTED = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 
@@ -140,7 +141,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             "Dynamically adding process sets defined by an MPI communicator is not implemented. "
             "Please build the process set via a list of ranks."
         )
-    number = engine.named.add_process_set(runtime.resolve_ranks(process_set, engine.topology.size))
+    number = engine.named.add_process_set(resolve_ranks(process_set, engine.topology.size))
     if number is None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     process_set.process_set_id, process_set.lost = number, ""

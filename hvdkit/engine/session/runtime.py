@@ -10,14 +10,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvdkit import config, environments
-from hvdkit.engine.ranks.topology import Topology
+from hvdkit.engine.ranks.topology import Topology, offered_topology
+from hvdkit.engine.session.communicators import is_communicator, resolve_ranks
 from hvdkit.engine.session.core import Engine
 from hvdkit.engine.session.ending import ENDING, abort_mpi, watch_forks
 from hvdkit.engine.session.session import LEAVING, Session
-from hvdkit.environments import limits
+from hvdkit.environments import elastic, limits
 from hvdkit.environments.base import World
 from hvdkit.environments.failure_record import take_wanted, tell_init
-from hvdkit.errors import ForkedChildError, NotInitializedError, PeerLostError, TransportUnavailableError
+from hvdkit.errors import (
+    ForkedChildError,
+    NotConnectedError,
+    NotInitializedError,
+    PeerLostError,
+    TransportUnavailableError,
+)
 from hvdkit.transports import Job, open_transport
 from hvdkit.transports.base import Transport
 from hvdkit.transports.mpi import MpiTransport
@@ -31,11 +38,14 @@ _session: Session | None = None
 # State of the process, which outlives its sessions.
 _generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
 _process_sets: list[ProcessSet] = []  # that were passed to init, or added since
+_offer: Topology | None = None  # of a process of an elastic job that is not connected yet
 _inherited: Session | None = None  # of the parent of this fork; to free it would end the parent's session
 
 
 def engine() -> Engine:
     """Return the engine. Raises NotInitializedError (a ValueError); in forks of the rank's process ForkedChildError."""
+    if _session is None and _offer is not None:
+        raise NotConnectedError
     if _session is None:
         raise NotInitializedError
     if _session.process != os.getpid():
@@ -50,7 +60,7 @@ def current() -> Engine | None:
 
 def is_initialized() -> bool:
     """True between init and shutdown, also in a process that was forked from a rank."""
-    return _session is not None
+    return _session is not None or _offer is not None
 
 
 def is_forked() -> bool:
@@ -60,7 +70,7 @@ def is_forked() -> bool:
 
 def is_elastic() -> bool:
     """True in an elastic job, whose ranks come and go."""
-    return _session is not None and _session.engine.transport.is_elastic
+    return _offer is not None or (_session is not None and _session.engine.transport.is_elastic)
 
 
 def check_not_forked() -> None:
@@ -76,12 +86,17 @@ def _present() -> Session:
 
 
 def topology() -> Topology:
-    """Return this rank's place in the job, also in forked children. Raises NotInitializedError."""
-    return _present().engine.topology
+    """Return this rank's place in the job, also in forked children. Raises NotInitializedError.
+
+    Before a process of an elastic job is connected, it is the place that the launcher offers.
+    """
+    return _offer if _session is None and _offer is not None else _present().engine.topology
 
 
 def process_sets() -> Mapping[int, list[int]]:
     """Return the ranks of each process set by its number, also in forked children. Raises NotInitializedError."""
+    if _session is None and _offer is not None:
+        return {0: list(range(_offer.size))}
     return _present().engine.groups.ranks
 
 
@@ -99,25 +114,32 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     """Detect this process's rank, connect to the others, and start the engine. A second call does nothing.
 
     A call in a forked child of one of several ranks does nothing: the child cannot join their job. A forked child of a
-    rank alone starts a job of its own.
+    rank alone starts a job of its own. In an elastic job, it returns with the place that the launcher offers, and
+    connects nothing: ``hvd.elastic.run`` does.
     comm: None for all ranks; a list of ranks of the job that take part; or an mpi4py communicator.
     process_sets: ProcessSet objects, the same on every rank, or ``"dynamic"``.
     cuda: tensors of GPUs travel by NCCL; for_torch: tensors are PyTorch's.
     Raises ValueError for contradictory environments and arguments, TransportUnavailableError if ranks cannot meet,
     HorovodInternalError on every rank if versions or process sets differ.
     """
-    global _session, _inherited
+    global _session, _inherited, _offer
     if is_forked():
         _inherited, _session = _session, None
     if _inherited is not None and _inherited.engine.topology.size > 1:
         _session = _inherited
-    if _session is not None:
+    if _session is not None or _offer is not None:
         return
     settings = config.from_environment()
     logger.setLevel(settings.log_level.upper())
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     settings = replace(settings, dynamic_process_sets=dynamic or settings.dynamic_process_sets)
     sets = [] if process_sets is None or dynamic else list(process_sets)
+    launcher = elastic.launcher()
+    if launcher is not None and comm is None:
+        _tell_launcher()
+        _process_sets[:] = sets
+        _offer = offered_topology(launcher.offer)
+        return
     world, members = _world_of(comm)
     # Errors in the arguments are raised before ranks meet: a rank that raised one later would leave the others waiting.
     static: list[list[int]] = []
@@ -150,8 +172,8 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
 
 def begin(session: Session) -> None:
     """Make a session that of this process."""
-    global _session
-    _session = session
+    global _session, _offer
+    _session, _offer = session, None
     session.engine.named.submitting = ENDING.forget  # a script that submits has caught its SystemExit and goes on
     watch_forks()
 
@@ -184,7 +206,8 @@ def shutdown() -> None:
 
     Raises PeerLostError for a rank that neither says goodbye nor gives a sign of life, once everything is freed.
     """
-    global _session, _inherited
+    global _session, _inherited, _offer
+    _offer = None
     if is_forked():
         _inherited, _session = _session, None
     if _session is None:
@@ -200,11 +223,6 @@ def shutdown() -> None:
         ENDING.peer_lost |= isinstance(lost or engine.mailbox.error, PeerLostError)
     if lost is not None:
         raise lost
-
-
-def is_communicator(comm: Any) -> bool:
-    """True for an mpi4py communicator."""
-    return hasattr(comm, "Get_rank") and hasattr(comm, "Get_group")
 
 
 def _first_gone() -> int | None:
@@ -256,30 +274,3 @@ def _connect(
     if members is not None:
         world = World(world.launcher, members.index(world.rank), len(members), mpi=world.mpi)
     return world, transport
-
-
-def resolve_ranks(process_set: ProcessSet, size: int, world_comm: Any = None) -> list[int]:
-    """Return the global ranks of a set, also if it was made from a communicator. Raises ValueError outside 0..size-1.
-
-    ``world_comm``: the communicator that was passed to ``hvd.init()``, by default MPI.COMM_WORLD.
-    """
-    if process_set.ranks is None:
-        process_set.ranks = _ranks_in(process_set.mpi_comm, world_comm)
-    ranks = process_set.ranks
-    if not ranks or ranks[0] < 0 or ranks[-1] >= size:
-        raise ValueError(f"ProcessSet: expected ranks from 0 to {size - 1}, got {ranks}")
-    return ranks
-
-
-def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
-    """Return the ranks of the members of ``comm`` in ``world_comm``."""
-    from mpi4py import MPI
-
-    group, world = comm.Get_group(), (world_comm or MPI.COMM_WORLD).Get_group()
-    ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
-    if MPI.UNDEFINED in ranks:
-        raise ValueError(
-            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
-            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
-        )
-    return sorted(ranks)

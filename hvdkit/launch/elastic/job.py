@@ -1,0 +1,82 @@
+"""An elastic job: its options, the environment of its processes, and the words for them."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvdkit.environments import network
+from hvdkit.environments.elastic import ADDRESS, HOST
+from hvdkit.launch.elastic.actions import Limits
+from hvdkit.launch.failures import shortened
+from hvdkit.launch.job import for_other_hosts
+from hvdkit.launch.options import Options
+from hvdkit.launch.output import Output
+from hvdkit.launch.ssh import Ssh, is_local
+
+Offer = tuple[int, int, int, int]  # rank, size, local rank, local size
+
+
+@dataclass(frozen=True)
+class ElasticJob:
+    """A job that is about to start. ``deadline``: the seconds after which a host that is silent counts as lost."""
+
+    options: Options
+    limits: Limits
+    name: str
+    environment: dict[str, str]
+    ssh: Ssh
+    output: Output
+    deadline: float
+    own_address: str  # at which other hosts reach this one
+    say: Callable[[str], None]
+
+    @staticmethod
+    @functools.cache
+    def is_local(host: str) -> bool:
+        """True if the name means this machine."""
+        return is_local(host)
+
+    def environment_of(self, host: str, offer: Offer, is_remote: bool) -> dict[str, str]:
+        """Return the variables of a process: the job's, and the place that it may expect, by Horovod's names."""
+        names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+        environment = {
+            **(for_other_hosts(self.environment) if is_remote else self.environment),
+            **{f"HOROVOD_{name}": str(number) for name, number in zip(names, offer, strict=True)},
+            "HOROVOD_CROSS_RANK": "0",
+            "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_ELASTIC": "1",
+            HOST: host,
+        }
+        if not is_remote:
+            environment[ADDRESS] = self.own_address
+        if self.options.interfaces:
+            environment["GLOO_SOCKET_IFNAME"] = ",".join(self.options.interfaces)
+        return environment
+
+    def name_of(self, process: int, rank: int | None, host: str) -> str:
+        """Return the words for a process: its rank, if it has one, and the label of its output."""
+        name = f"process {process}" if rank is None else f"rank {rank}"
+        return f"{name} on {host}" if rank in (None, process) else f"{name} (process {process}) on {host}"
+
+    def end_of(self, process: int, rank: int | None, host: str, code: int) -> str:
+        """Return the words for the end of a process that failed."""
+        how = f"exited with code {code}"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "without a name"
+            how = f"was killed by signal {name} ({-code})"
+        return f"{self.name_of(process, rank, host)} {how}"
+
+    def with_error(self, text: str, process: int) -> str:
+        """Return the words with the error of a process that told it. Called once its output is printed."""
+        record = self.output.failures.records.get(process)
+        return text if record is None else f"{text} ({shortened(record.error)})"
+
+
+def address_here(interfaces: list[str], may_be_elsewhere: bool) -> str:
+    """Return the address at which processes on this machine listen."""
+    if interfaces:
+        return network.interface_address(interfaces[0])
+    return network.own_address() if may_be_elsewhere else network.LOOPBACK
