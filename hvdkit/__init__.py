@@ -1,6 +1,16 @@
 """hvdkit: Horovod's API on today's frameworks. Import ``hvdkit.torch``; this package itself imports nothing heavy."""
 
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":  # loaded when it is asked for: ranks do without the launcher
+        from hvdkit.launch.function import run
+
+        return run
+    raise AttributeError(f"module 'hvdkit' has no attribute {name!r}")
 
 
 def install_as_horovod() -> None:

@@ -8,6 +8,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from hvdkit import api
 
@@ -61,8 +62,11 @@ class _Horovod(ModuleType):
         self.__spec__ = ModuleSpec("horovod", finder, is_package=True)
 
     @staticmethod
-    def run(*_: object, **__: object) -> None:
-        raise NotImplementedError(f"horovod.run(): horovod is hvdkit here\nHINT: {api.HINTS['runner']}")
+    def run(*args: Any, **named: Any) -> list[Any]:
+        """Run a function on all ranks of a new job, as ``hvdkit.run`` does."""
+        from hvdkit.launch.function import run
+
+        return run(*args, **named)
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -167,7 +167,7 @@ def test_flags_are_accepted_or_refused_as_the_migration_guide_says():
     said, reasons = rows("Flags of horovodrun"), tables.effects()
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert said.keys() <= flags
-    assert flags - said.keys() == {"-h", "--help", "--as-horovod", "--stop-grace", "--blacklist"}  # hvdkit's own
+    assert flags - said.keys() == {"-h", "--help", "--as-horovod", "--stop-grace", "--blacklist", "--function-folder"}
     expected = {"no effect": OTHERWISE, "refused": ABSENT, "is so already": PRESENT}
     for flag, status in said.items():
         assert status == (expected[reasons[flag].partition(":")[0]] if flag in reasons else PRESENT), flag

@@ -28,6 +28,7 @@ INIT_PIPE = "HVDKIT_INIT_PIPE"  # on which the rank tells its worker that it cal
 BEGINS, MARK = "\x1ehvdkit traceback", "\x1ehvdkit failure "
 # A rank's worker (launch/worker) writes such a line when the rank called hvd.init(), or ended as it was asked to.
 NOTE, INIT, ENDED = "\x1ehvdkit note ", "init", "ended"
+RESULT = "result"  # such a note has a part of the result of a function that hvdkit.run runs
 ANOTHER = -1  # an unknown rank
 LONGEST_ERROR = 3000  # characters
 MOST_FRAMES = 30  # of the user's own files

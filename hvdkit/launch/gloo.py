@@ -75,6 +75,7 @@ def children(job: LaunchJob, point: MeetingPoint) -> list[Child]:
             # hvdkit must lie at the same path there.
             remote=job.ssh.argv(placement.host, WORKER) if placement.host in job.remote else [],
             secret=secret,
+            function=job.options.function,
         )
         for placement in job.placements
     ]

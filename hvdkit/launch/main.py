@@ -20,6 +20,7 @@ from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import CommandNotFoundError, LaunchError, failures, gloo, mpi, options
 from hvdkit.launch.elastic.run import run_elastic
+from hvdkit.launch.function import keep_failure, keep_results
 from hvdkit.launch.hosts import assign_slots
 from hvdkit.launch.job import LaunchJob, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
@@ -27,6 +28,7 @@ from hvdkit.launch.options import Options
 from hvdkit.launch.output import STREAMS, Output
 from hvdkit.launch.ssh import Ssh, check_reachable, is_local
 from hvdkit.launch.supervise import Child, Outcome, supervise
+from hvdkit.launch.worker import FUNCTION
 
 # The signals by which a defect of its own ends a program.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
@@ -95,7 +97,13 @@ def run(chosen: Options) -> int:
     job = LaunchJob(chosen, placements, set(remote), environment, ssh, output)
     if controller.mpirun is None:
         return run_gloo(job)
-    return run_mpi(replace(job, environment={**environment, **mpi.torch_meeting(job)}), controller.mpirun)
+    environment = {**environment, **mpi.torch_meeting(job)}
+    if chosen.function_folder is not None:
+        if remote:
+            hint = "give use_gloo=True, or start a script with hvdkitrun"
+            raise LaunchError(f"hvdkit.run cannot send a function to other hosts by mpirun\nHINT: {hint}")
+        environment[FUNCTION] = str(chosen.function_folder / "function")
+    return run_mpi(replace(job, environment=environment), controller.mpirun)
 
 
 def environment_of(chosen: Options, transport: str) -> dict[str, str]:
@@ -228,6 +236,8 @@ def report_end(job: LaunchJob, outcome: Outcome) -> int:
     tell_of_init(job, outcome)
     job.output.failures.show_rest(None, job.options.output_folder)
     if outcome.signal is None:
+        if job.options.function_folder is not None:
+            keep_results(job.options.function_folder, job.output.results, job.options.size)
         return 0
     say(f"ended all ranks after {signal_name(outcome.signal)}")
     return exit_status(-outcome.signal)
@@ -256,6 +266,8 @@ def report_failure(job: LaunchJob, failure: RankFailure, at: float) -> int:
     code, records = failure.code, job.output.failures
     first = records.first(failure.rank, not 0 <= code <= 128, at)  # a shell reports a signal as 128 and more
     records.show_rest(first, job.options.output_folder)
+    if job.options.function_folder is not None:
+        keep_failure(job.options.function_folder, first, records.tracebacks.get(first, ""))
     host = failure.host if failure.host and first == failure.rank else job.placements[first].host
     if first != failure.rank:
         has_failed = first in records.records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Options:
     verbose: bool = False
     as_horovod: bool = False
     notes: list[str] = field(default_factory=list)  # for stderr, about flags without effect
+    function: str = ""  # that hvdkit.run runs in place of a script, pickled and in base 64
+    function_folder: Path | None = None  # where the launcher writes its results
     elastic: elastic_flags.ElasticOptions | None = None  # of a job whose processes come and go
 
 
@@ -117,7 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_setting(group, "--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", metavar="S", type=whole)
     _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", metavar="S", type=whole)
     _add_setting(group, "--log-level", "LOG_LEVEL", choices=_LOG_LEVELS)
-    elastic_flags.add_to(parser, _at_least(1, int), _at_least(0, float, or_more=False))
+    parser.add_argument("--function-folder", type=Path, help=argparse.SUPPRESS)  # of hvdkit.run
+    elastic_flags.add_to(parser, _at_least(1, int), _at_least(0, int), _at_least(0, float, or_more=False))
     horovod_flags.add_to(parser)
     return parser
 
@@ -152,8 +156,11 @@ def parse(argv: Sequence[str]) -> Options | None:
     settings = {name: str(value) for name, value in given.items() if value is not None}
     if arguments.start_timeout is not None:
         settings["HOROVOD_START_TIMEOUT"] = f"{arguments.start_timeout:g}"
+    folder = arguments.function_folder
     return Options(
         command=command,
+        function="" if folder is None else base64.b64encode((folder / "function").read_bytes()).decode(),
+        function_folder=folder,
         size=size,
         hosts=named_hosts or [Host("localhost", size if elastic is None else elastic.limits.most)],
         elastic=elastic,

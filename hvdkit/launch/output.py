@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.environments.failure_record import BEGINS, MARK, NOTE, parse, write_all
+from hvdkit.environments.failure_record import BEGINS, MARK, NOTE, RESULT, parse, write_all
 from hvdkit.launch import LaunchError
 from hvdkit.launch.failures import Failures
 
@@ -84,6 +84,7 @@ class Output:
                 self._open_files(rank, folder)
         self.failures = Failures(verbose, later=is_elastic)
         self.noted: defaultdict[str, set[int]] = defaultdict(set)  # the ranks that sent a note, such as INIT
+        self.results: defaultdict[int, bytes] = defaultdict(bytes)  # of a function, in base 64
         self._rest: dict[tuple[int, str], bytes] = {}  # for a file: bytes that may begin a mark
         self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
@@ -116,7 +117,11 @@ class Output:
                     yield line
                 continue
             if mark[0] == _NOTE:
-                self.noted[line[mark.end() :].decode(errors="replace").strip()].add(source[0])
+                note, _, text = line[mark.end() :].strip().partition(b" ")
+                if note == RESULT.encode():
+                    self.results[source[0]] += text
+                else:
+                    self.noted[note.decode(errors="replace")].add(source[0])
             elif mark[0] == _BEGINS:
                 self._held.setdefault(source, [])
             else:

@@ -45,6 +45,7 @@ class Child:
     remote: list[str] = field(default_factory=list)  # the ssh command that starts the worker, if it is elsewhere
     pass_fds: tuple[int, ...] = ()  # descriptors that the command gets; they are closed here when it has started
     secret: str = field(default="", repr=False)  # goes to the worker by standard input, and to the command in a file
+    function: str = field(default="", repr=False)  # of hvdkit.run, in base 64; goes the same way
     scratch: str = ""  # a folder of the command that its worker removes, even if this process was killed
     is_ending: Callable[[], bool] = lambda: False  # for mpirun: True once it has announced its end
     has_ended: Callable[[], bool] | None = None  # for mpirun: True once each of its ranks has ended when asked to
@@ -56,6 +57,7 @@ class Child:
             "environment": self.environment,
             "pass_fds": self.pass_fds,
             "secret": self.secret,
+            "function": self.function,
             "scratch": self.scratch,
             "folder": os.getcwd(),
             "graces": (GRACE_SECONDS, stop_grace),

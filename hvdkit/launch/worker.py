@@ -15,6 +15,7 @@ standard library alone.
 
 from __future__ import annotations
 
+import base64
 import bisect
 import contextlib
 import ctypes
@@ -34,10 +35,11 @@ from typing import Any
 PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP = b"stop\n"
-# The lines on stderr that hvdkitrun takes out, and the variable, are those of environments/failure_record.
+# The lines on stderr that hvdkitrun takes out, and the variables, are those of environments/ and launch/function.
 INIT, ENDED = b"\x1ehvdkit note init\n", b"\x1ehvdkit note ended\n"
 INIT_PIPE = "HVDKIT_INIT_PIPE"
-TORCH_PLACE = "HVDKIT_TORCH_PLACE"  # as in environments/base
+TORCH_PLACE = "HVDKIT_TORCH_PLACE"
+FUNCTION = "HVDKIT_FUNCTION_FILE"
 RELAY = signal.SIGURG
 LOOK_SECONDS = 0.5  # between two looks at what is left, and two signals to an mpirun that may not listen yet
 # Signals that mpirun forwards to the process group of a rank, and that its worker must survive.
@@ -48,28 +50,28 @@ def read_header() -> dict[str, Any] | None:
     """Read the first line of standard input without a buffer; return None if hvdkitrun stops the job before."""
     data = b""
     while b"\n" not in data:
-        if not (more := os.read(0, 65536)):
+        if not (more := os.read(0, 1 << 20)):
             return None
         data += more
     header: dict[str, Any] = json.loads(data.partition(b"\n")[0])
     return header if data.endswith(b"}\n") else None
 
 
-def secret_file(secret: str) -> str:
-    """Return the path of a nameless file with the secret, which ends with this process and only its user can read."""
-    descriptor = os.memfd_create("hvdkit-secret")
-    os.fchmod(descriptor, 0o600)
-    os.write(descriptor, secret.encode())
+def nameless_file(content: bytes) -> str:
+    """Return the path of a nameless file, which ends with this process and only its user can read."""
+    os.fchmod(descriptor := os.memfd_create("hvdkit"), 0o600)
+    os.write(descriptor, content)
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the command in its own session, so that signals of a terminal or a group do not reach it."""
     environment = {**(os.environ if header["is_remote"] else {}), **header["environment"]}
-    if INIT_PIPE in os.environ:
-        environment[INIT_PIPE] = os.environ[INIT_PIPE]
+    environment |= {name: os.environ[name] for name in (INIT_PIPE,) if name in os.environ}
     if header["secret"] and hasattr(os, "memfd_create"):  # Python may have been built for a system without it
-        environment["HVDKIT_SECRET_FILE"] = secret_file(header["secret"])
+        environment["HVDKIT_SECRET_FILE"] = nameless_file(header["secret"].encode())
+    if header["function"]:
+        environment[FUNCTION] = nameless_file(base64.b64decode(header["function"]))
     try:
         os.chdir(header["folder"])
     except OSError as error:

@@ -97,12 +97,16 @@ print("asked")
         ("import horovod.spark", "No module named 'horovod.spark'"),
         ("import horovod.torch.elastic", "start the job again from the last one"),
         ("import horovod.runner", "start the job with hvdkitrun"),
-        ("from horovod import run\nrun()", "start the job with hvdkitrun"),
     ],
 )
 def test_what_hvdkit_does_not_have_is_an_import_error(statement, told):
     program = f"import hvdkit\nhvdkit.install_as_horovod()\n{statement}"
     assert told in output_of(program, status=1)
+
+
+def test_horovod_run_runs_a_function_on_all_ranks():
+    program = "import hvdkit\nhvdkit.install_as_horovod()\nimport horovod\nprint(horovod.run(abs, (-3,), np=2))"
+    assert output_of(program).startswith("[3, 3]\n")  # then the word that the ranks did not call hvd.init()
 
 
 def test_after_horovod_itself_it_is_too_late(tmp_path):

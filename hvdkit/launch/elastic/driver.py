@@ -49,12 +49,14 @@ class ElasticOutcome:
     """The end of an elastic job.
 
     ``reason``: why it failed, "" for success. ``signal``: that ended it. ``failed``: the processes that failed in its
-    last generation, in their order, with their return codes as in subprocess.
+    last generation, in their order, with their return codes as in subprocess. ``finished``: those that succeeded in it,
+    with their ranks.
     """
 
     reason: str | None = None
     signal: int | None = None
     failed: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, int] = field(default_factory=dict)
 
 
 class ElasticDriver:
@@ -166,6 +168,8 @@ class ElasticDriver:
                 self._say(partial(self._job.with_error, f"{fact} before it was ready", number))
             else:
                 self._losses.append(partial(self._job.with_error, fact, number))
+        elif not code and not process.is_dismissed:  # the first processes are numbered as ranks are
+            self._outcome.finished[number] = number if process.rank is None else process.rank
         self._do(self._membership.ended(time.monotonic(), number, code == 0))
 
     def _lose(self, host: AgentHost) -> None:
@@ -250,6 +254,7 @@ class ElasticDriver:
             "command": job.options.command,
             "environment": job.environment_of(slot.host, offer, host.is_remote),
             "secret": "",
+            "function": job.options.function,
             "scratch": "",
             "folder": os.getcwd(),
             "graces": (GRACE_SECONDS, job.options.stop_grace),
@@ -264,7 +269,7 @@ class ElasticDriver:
         if form.generation > 1:
             losses, goes_on = self._losses, f"the job goes on with {len(members)} rank{'s' * (len(members) > 1)}"
             self._say(lambda: "; ".join([*(loss() for loss in losses), goes_on]))
-        self._losses, self._outcome.failed, self._members = [], {}, form.workers
+        self._losses, self._outcome.failed, self._outcome.finished, self._members = [], {}, {}, form.workers
         self._printer.put(self._job.output.failures.clear)
         places = tuple(
             Member(process.host.name, process.slot, process.address, number)

@@ -31,8 +31,13 @@ class ElasticOptions:
     slots_per_host: int
 
 
-def add_to(parser: argparse.ArgumentParser, whole: Callable[[str], float], seconds: Callable[[str], float]) -> None:
-    """Add the flags; ``whole`` and ``seconds`` parse numbers."""
+def add_to(
+    parser: argparse.ArgumentParser,
+    whole: Callable[[str], float],
+    count: Callable[[str], float],
+    seconds: Callable[[str], float],
+) -> None:
+    """Add the flags; the functions parse whole numbers from 1 and from 0 on, and seconds."""
     group = parser.add_argument_group("elastic jobs, in which processes come and go (docs/elastic.md)")
     add = group.add_argument
     add(
@@ -47,7 +52,7 @@ def add_to(parser: argparse.ArgumentParser, whole: Callable[[str], float], secon
     add("--slots-per-host", type=whole, metavar="N", help="of hosts without a number in the script's output (1)")
     about = "seconds to wait for enough processes, and for one to be ready (600)"
     add("--elastic-timeout", type=seconds, metavar="S", help=about)
-    add("--reset-limit", type=whole, metavar="N", help="how often processes may come or go before the job ends")
+    add("--reset-limit", type=count, metavar="N", help="how often processes may come or go before the job ends")
     policy = group.add_mutually_exclusive_group().add_argument
     policy(
         "--blacklist", choices=["slot", "host"], help="what a failure closes: its slot after three, or its host at once"

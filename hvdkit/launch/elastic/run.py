@@ -12,6 +12,7 @@ from hvdkit.launch import worker
 from hvdkit.launch.elastic.discovery import Discovery
 from hvdkit.launch.elastic.driver import ElasticDriver, ElasticOutcome
 from hvdkit.launch.elastic.job import ElasticJob, address_here
+from hvdkit.launch.function import keep_failure, keep_results
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh, is_local
@@ -60,13 +61,19 @@ def _signals() -> Iterator[int]:
 
 def report(job: ElasticJob, outcome: ElasticOutcome) -> int:
     """Tell how the job ended. Return the exit status."""
-    failures, folder = job.output.failures, job.options.output_folder
+    output, folder = job.output, job.options.output_folder
+    failures = output.failures
     if outcome.signal is not None:
         job.say(f"ended all processes after {signal.Signals(outcome.signal).name}")
         return 128 + outcome.signal
     if not outcome.reason:
+        if job.options.function_folder is not None:
+            results = {rank: output.results[number] for number, rank in outcome.finished.items()}
+            keep_results(job.options.function_folder, results, len(results))
         return 0
     number, code = next(iter(outcome.failed.items()), (None, 1))
+    if job.options.function_folder is not None and number is not None:
+        keep_failure(job.options.function_folder, number, failures.tracebacks.get(number) or outcome.reason)
     failures.show_rest(number if number in failures.records else None, folder)
     if number is not None:
         # The words and the form by which Horovod's users and their scripts know the end of a job.
