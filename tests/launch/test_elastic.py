@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,10 @@ class RunningJob:
         for thread in self._threads:
             thread.join(seconds)
         return status
+
+    def story(self) -> str:
+        """Return the last messages, and what the processes told last."""
+        return "\n".join([*self.messages[-12:], *map(str, self.facts[-12:])])
 
     def finished(self) -> list[int]:
         """Return the processes that finished, in the order of their ranks."""
@@ -328,3 +334,60 @@ def test_flags_that_contradict_each_other_are_refused(flags, message):
     assert result.status == 2
     assert message in result.stderr
     assert "\nHINT: " in result.stderr
+
+
+def agents(job: RunningJob) -> list[psutil.Process]:
+    """Return the agents of a job on this machine, in the order of their start."""
+    found = psutil.Process(job.process.pid).children()
+    return [process for process in found if any(word.endswith("agent.py") for word in process.cmdline())]
+
+
+def test_a_host_that_gets_a_warning_leaves_and_its_ranks_end_with_success():
+    with elastic_job("-np 2 --min-np 1 -H localhost:1,127.0.0.1:1") as job:
+        first = job.wait_for(1, 2)
+        agents(job)[1].send_signal(signal.SIGUSR1)
+        second = job.wait_for(2, 1)
+        assert second[0]["pid"] == first[0]["pid"]
+        until(lambda: not psutil.pid_exists(first[1]["pid"]), 10, lambda: "the end of the other rank")
+        job.finish()
+        assert job.messages == ["hvdkitrun: the job goes on with 1 rank"]
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.thorough)])
+def test_random_events_end_in_a_job_that_goes_on_without_a_lost_step(tmp_path, count):
+    choose = random.Random(count)
+    script, file = discovery(tmp_path, "localhost:2\n127.0.0.1:2\n")
+    flags = f"-np 2 --min-np 1 --max-np 4 --blacklist-cooldown-range 0.1 0.1 --host-discovery-script {script}"
+    with elastic_job(flags, HVDKIT_TIMEOUT_SECONDS="2") as job:
+        newest = 0
+
+        def members() -> list[dict[str, Any]]:
+            number = max(fact["generation"] for fact in job.facts if "generation" in fact)
+            facts = job.generation(number)
+            return facts if facts and len(facts) == facts[0]["size"] else []
+
+        def has_settled(size: int) -> bool:
+            alive = [psutil.pid_exists(fact["pid"]) for fact in members()]
+            return len(alive) >= size and all(alive)
+
+        job.wait_for(1, 2)
+        for _ in range(count):
+            replace_text(file, "localhost:2\n127.0.0.1:2\n")
+            until(lambda: has_settled(3), PATIENCE_SECONDS, job.story)
+            now = members()
+            assert now[0]["steps"] >= newest, (now, newest)  # no step is lost
+            newest = now[0]["steps"]
+            event = choose.choice(["kill", "stop", "agent", "host", "all but one"])
+            time.sleep(choose.uniform(0, 1))
+            if event == "host":
+                replace_text(file, choose.choice(["localhost:2\n", "127.0.0.1:2\n", "127.0.0.1:1\nlocalhost:1\n"]))
+                until(lambda: len(members()) == 2, PATIENCE_SECONDS, job.story)
+            elif event == "agent":
+                choose.choice(agents(job)).kill()
+            else:
+                number = signal.SIGSTOP if event == "stop" else signal.SIGKILL
+                for fact in choose.sample(now, len(now) - 1 if event == "all but one" else 1):
+                    with contextlib.suppress(ProcessLookupError):  # it may have left meanwhile
+                        os.kill(fact["pid"], number)
+            until(lambda now=now: members() != now, PATIENCE_SECONDS, job.story)
+        job.finish()

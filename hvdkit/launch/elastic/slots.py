@@ -72,13 +72,10 @@ class Slots:
 
     def fail(self, slot: ProcessSlot, now: float) -> None:
         """Note that the process in a slot has failed."""
-        self._of_slots[slot].fail(now, FIRST_PAUSE_SECONDS)
-        if self._cooldown is not None:
-            shortest, longest = self._cooldown
-            times, until = self._cooling.get(slot.host, (0, 0.0))
-            if now >= until:
-                pause = min(shortest * 2.0 ** min(times, _MOST_DOUBLINGS), longest)
-                self._cooling[slot.host] = times + 1, now + pause
+        if self._cooldown is None:
+            self._of_slots[slot].fail(now, FIRST_PAUSE_SECONDS)
+        else:
+            self._cool(slot.host, now, *self._cooldown)
 
     def succeed(self, slot: ProcessSlot, now: float) -> None:
         """Note that the process in a slot became a member."""
@@ -87,7 +84,17 @@ class Slots:
 
     def lose_host(self, host: str, now: float) -> None:
         """Note that a host was lost."""
-        self._of_hosts[host].fail(now, HOST_PAUSE_SECONDS)
+        if self._cooldown is None:
+            self._of_hosts[host].fail(now, HOST_PAUSE_SECONDS)
+        else:
+            self._cool(host, now, *self._cooldown)
+
+    def _cool(self, host: str, now: float, shortest: float, longest: float) -> None:
+        """Close a host for a while, unless it is closed already by another failure of the same incident."""
+        times, until = self._cooling.get(host, (0, 0.0))
+        if now >= until:
+            pause = min(shortest * 2.0 ** min(times, _MOST_DOUBLINGS), longest)
+            self._cooling[host] = times + 1, now + pause
 
     def _opens_at(self, slot: ProcessSlot) -> float:
         cooling = self._cooling.get(slot.host, (0, 0.0))[1]
