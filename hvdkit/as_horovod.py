@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hvdkit
 from hvdkit import api
 
 HOROVOD_VERSION = "0.28.1"  # the release with this API; scripts compare it
@@ -64,9 +65,8 @@ class _Horovod(ModuleType):
     @staticmethod
     def run(*args: Any, **named: Any) -> list[Any]:
         """Run a function on all ranks of a new job, as ``hvdkit.run`` does."""
-        from hvdkit.launch.function import run
-
-        return run(*args, **named)
+        results: list[Any] = hvdkit.run(*args, **named)
+        return results
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -1,5 +1,6 @@
 """Horovod's API for PyTorch: ``import hvdkit.torch as hvd``."""
 
+import importlib
 from typing import Any
 
 from hvdkit.api import common as _common
@@ -46,6 +47,8 @@ from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        return importlib.import_module("hvdkit.torch.elastic")
     raise missing_attribute(__name__, name)
 
 

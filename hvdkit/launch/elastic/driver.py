@@ -26,6 +26,7 @@ from hvdkit.launch.elastic.host import AGENT, AgentHost
 from hvdkit.launch.elastic.job import ElasticJob
 from hvdkit.launch.elastic.membership import Membership
 from hvdkit.launch.elastic.printer import Printer
+from hvdkit.launch.elastic.slots import ProcessSlot
 from hvdkit.launch.supervise import GRACE_SECONDS
 
 ENDING_SECONDS = agent.END_SECONDS + 1.0  # for the agents to end
@@ -215,9 +216,10 @@ class ElasticDriver:
 
     def _do(self, actions: list[Action]) -> None:
         """Carry out actions."""
+        coming = {action.slot for action in actions if isinstance(action, Start)}
         for action in actions if self._outcome.reason is None else []:
             if isinstance(action, Start):
-                self._start(action)
+                self._start(action, coming)
             elif isinstance(action, Form):
                 self._form(action)
             elif isinstance(action, Interrupt):
@@ -237,7 +239,8 @@ class ElasticDriver:
                 self._outcome.reason = action.reason
                 self._close()
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: Start, coming: set[ProcessSlot]) -> None:
+        """Start a process; others are started in the slots ``coming``."""
         slot, job = start.slot, self._job
         host = self._hosts.get(slot.host)
         if host is None:
@@ -246,9 +249,9 @@ class ElasticDriver:
             self._hosts[slot.host] = host
             self._selector.register(host.channel.reading, selectors.EVENT_READ, host)
             self._selector.register(host.errors, selectors.EVENT_READ, host)
-        here = sum(process.host is host for process in self._processes.values())
-        size = max(len(self._members) + 1, len(self._processes) + 1, job.limits.start)
-        offer = min(start.worker, size - 1), size, slot.number, max(here, slot.number) + 1
+        places = {(process.host.name, process.slot) for process in self._processes.values()} | coming
+        here = sum(name == slot.host for name, _ in places)
+        offer = min(start.worker, len(places) - 1), len(places), slot.number, here
         self._processes[start.worker] = _Process(host, slot.number)
         header = {
             "command": job.options.command,

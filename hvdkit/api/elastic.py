@@ -1,0 +1,189 @@
+"""Horovod's elastic API: a training function that goes on while ranks come and go, and the state that it keeps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import queue
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import generations, runtime
+from hvdkit.environments import elastic
+from hvdkit.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdkit.kernels.reduce_op import ReduceOp
+
+_INTERRUPT = "hvdkit.elastic.interrupt"
+Result = TypeVar("Result")
+
+
+class State:
+    """The state of a training that all ranks hold, and that new ranks receive.
+
+    Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` where the number of ranks matters to them.
+    """
+
+    def __init__(self) -> None:
+        self._host_messages: queue.Queue[Any] = queue.Queue()
+        self._last_updated_timestamp = 0
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._commits = 0  # that the state has seen, on whatever ranks
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Add functions to call after ranks have come or gone, before the state is synchronised.
+
+        They adapt what depends on the number of ranks or on this rank's place, such as a learning rate. A new rank
+        calls them if its place is another than the one that it was offered.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to a new set of ranks. ``run`` calls it."""
+        self._host_messages = queue.Queue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
+        """Have the next check raise HostsUpdatedInterrupt, on all ranks. ``update_res`` is not used."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, to which a failure goes back, and check for updates.
+
+        All ranks call it after the same step. Raises HostsUpdatedInterrupt on all ranks if some are to come or go.
+        """
+        self.save()
+        self._commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks, at the same call, if some are to come or go.
+
+        All ranks call it after the same step. It costs a small allreduce in an elastic job of several ranks.
+        """
+        launcher = elastic.launcher()
+        is_wanted = launcher is not None and launcher.is_interrupted()
+        while not self._host_messages.empty():
+            self._last_updated_timestamp, _ = self._host_messages.get()
+            is_wanted = True
+        if launcher is not None and runtime.topology().size > 1:
+            is_wanted = _any_rank(is_wanted)
+        if is_wanted:
+            raise HostsUpdatedInterrupt
+
+    def save(self) -> None:
+        """Copy the state, in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the copy that was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Replace the state on all ranks by that of rank 0, and save it. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to a new number of ranks; by default nothing is to do."""
+
+
+class ObjectState(State):
+    """The state of Python objects, which are attributes.
+
+    Args:
+        bcast_object: a function that gives all ranks the object of rank 0.
+        get_rank: a function that returns this rank. Not used; Horovod's scripts may pass it.
+        kwargs: the attributes with their first values, which can be copied and pickled.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__()
+        self._bcast_object, self._names, self._saved = bcast_object, list(kwargs), dict[str, Any]()
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        for name, value in self._saved.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def sync(self) -> None:
+        values = self._bcast_object([self._commits, {name: getattr(self, name) for name in self._names}])
+        self._commits = values[0]
+        for name, value in values[1].items():
+            setattr(self, name, value)
+        ObjectState.save(self)
+
+
+def run(func: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a training function, whose first argument is a State, so that it goes on while ranks come and go.
+
+    In an elastic job (``hvdkitrun --min-np``), the call connects this process to the others. After a failure of a rank
+    the state goes back to the last commit; it is sent to ranks that lack it, and the function is called again. Where
+    ranks come or go without a failure, it is called again at the point of the commit. A process that the job does not
+    need any more ends with exit status 0. In other jobs the state is synchronised, and the function called once.
+
+    Returns a function with the arguments of ``func`` and its result.
+
+    Examples:
+        >>> @hvd.elastic.run
+        ... def train(state):
+        ...     for state.epoch in range(state.epoch, epochs):
+        ...         train_epoch(state)
+        ...         state.commit()
+        >>> train(hvd.elastic.TorchState(model, optimizer, epoch=0))
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
+        launcher = elastic.launcher()
+        if launcher is not None:
+            return _run(launcher, func, state, args, kwargs)
+        state.sync()
+        return func(state, *args, **kwargs)
+
+    return wrapper
+
+
+def _run(
+    launcher: elastic.ElasticLauncher, func: Callable[..., Result], state: State, args: Any, kwargs: dict[str, Any]
+) -> Result:
+    """Call the function in one generation after the other, until it returns."""
+    has_state = failed = False
+    place = _place() if runtime.is_initialized() else None
+    while True:
+        ticket = generations.enter_next(launcher, failed, state._commits if has_state else None)
+        try:
+            if has_state or place != _place():
+                state.on_reset()
+            if ticket.needs_sync:
+                state.sync()
+            has_state = True
+            return func(state, *args, **kwargs)
+        except HorovodInternalError:
+            failed = True
+            if has_state:
+                state.restore()
+        except HostsUpdatedInterrupt:
+            failed = False
+            state.save()  # a failure before the state is synchronised loses no step
+
+
+def _place() -> tuple[int, int, int, int]:
+    topology = runtime.topology()
+    return topology.rank, topology.size, topology.local_rank, topology.local_size
+
+
+def _any_rank(flag: bool) -> bool:
+    """Return True on all ranks if it is True on any. Collective."""
+    numbers = np.array([float(flag)])
+    request = ReduceRequest(ReduceOp.MAX)
+    runtime.engine().named.allreduce([numbers], request, Call(_INTERRUPT, wake=False)).wait()
+    return bool(numbers[0])
