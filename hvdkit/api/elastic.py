@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
+from hvdkit.api.objects import broadcast_object
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import generations, runtime
 from hvdkit.environments import elastic
@@ -120,6 +122,49 @@ class ObjectState(State):
         for name, value in values[1].items():
             setattr(self, name, value)
         ObjectState.save(self)
+
+
+class VariablesState(ObjectState):
+    """The state of variables of TensorFlow or Keras, copied into memory that is used again, and of Python objects.
+
+    Subclasses define ``_variables``, ``_array`` and ``_broadcast``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._arrays: list[npt.NDArray[Any]] = []
+        super().__init__(broadcast_object, lambda: runtime.topology().rank, **kwargs)
+        self._save_variables()
+
+    def _variables(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _array(self, variable: Any) -> npt.NDArray[Any]:
+        raise NotImplementedError
+
+    def _broadcast(self, variables: list[Any]) -> None:
+        """Give all ranks the values of rank 0."""
+        raise NotImplementedError
+
+    def _save_variables(self) -> None:
+        arrays = [self._array(variable) for variable in self._variables()]
+        if [each.shape for each in arrays] != [each.shape for each in self._arrays]:
+            self._arrays = [array.copy() for array in arrays]
+        for kept, array in zip(self._arrays, arrays, strict=True):
+            np.copyto(kept, array)
+
+    def save(self) -> None:
+        self._save_variables()
+        super().save()
+
+    def restore(self) -> None:
+        for variable, array in zip(self._variables(), self._arrays, strict=True):
+            variable.assign(array)
+        super().restore()
+
+    def sync(self) -> None:
+        self._broadcast(self._variables())
+        super().sync()
+        self._save_variables()
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:

@@ -1,5 +1,6 @@
 """Horovod's API for Keras 3, on TensorFlow or on PyTorch: ``import hvdkit.keras as hvd``."""
 
+import importlib
 from typing import Any
 
 from hvdkit.api import common as _common
@@ -25,6 +26,8 @@ _OF_THE_BACKEND = ["Compression", "barrier", "cuda_built", "gloo_built", "init",
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        return importlib.import_module("hvdkit.keras.elastic")
     if name in _OF_THE_BACKEND:
         return getattr(adapter(), name)
     raise missing_attribute(__name__, name)

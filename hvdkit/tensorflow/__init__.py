@@ -44,6 +44,8 @@ with suppress(ImportError):  # operations need no Keras
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        return importlib.import_module("hvdkit.tensorflow.elastic")
     if name == "SyncBatchNormalization":
         try:
             return importlib.import_module("hvdkit.tensorflow.sync_batch_norm").SyncBatchNormalization

@@ -3,6 +3,7 @@
 ``tf.keras`` is Keras 3, or tf_keras (Keras 2) with TF_USE_LEGACY_KERAS=1.
 """
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,6 +46,8 @@ __all__ = hvdkit.keras.__all__
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        return importlib.import_module("hvdkit.tensorflow.keras.elastic")
     raise missing_attribute(__name__, name)
 
 

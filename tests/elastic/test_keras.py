@@ -1,0 +1,36 @@
+"""hvd.elastic with Keras and TensorFlow under hvdkitrun: killed ranks are replaced, and all hold the same bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import call_bare
+
+PROGRAM = str(Path(__file__).with_name("keras_program.py"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment"),
+    [
+        ("keras", {"KERAS_BACKEND": "torch"}),
+        ("keras", {"KERAS_BACKEND": "tensorflow"}),
+        ("tensorflow", {}),
+        pytest.param("tf.keras", {"TF_USE_LEGACY_KERAS": "1"}, marks=pytest.mark.thorough),
+        pytest.param("tf.keras", {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),
+    ],
+    ids=["keras-torch", "keras-tensorflow", "tensorflow", "tf_keras", "tf.keras"],
+)
+def test_a_killed_rank_is_replaced_and_all_ranks_hold_the_same_bits(kind, environment):
+    words = ["-np", "2", "--min-np", "1", sys.executable, PROGRAM, kind, "10", "2", "5"]
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1", **environment}
+    result = call_bare(*words, seconds=180, **environment)
+    assert result.status == 0, result.stdout + result.stderr
+    assert "rank 1 on localhost was killed by signal SIGKILL (9); the job goes on with 1 rank" in result.stderr
+    facts = [json.loads(line.partition(": ")[2]) for line in result.stdout.splitlines() if "digest" in line]
+    assert sorted((fact["rank"], fact["size"]) for fact in facts) == [(0, 2), (1, 2)]
+    assert facts[0]["digest"] == facts[1]["digest"]
+    assert [fact["finite"] for fact in facts] == [True, True]
