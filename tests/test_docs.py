@@ -160,7 +160,6 @@ def test_what_the_migration_guide_calls_absent_is_missing_and_all_else_is_there(
 def test_who_asks_an_adapter_for_what_is_absent_is_told_what_there_is_instead(modules, title):
     for name, message in modules[MODULES[title]]["missing"].items():
         assert message == str(missing_attribute(MODULES[title], name))
-    assert "checkpoints" in modules[MODULES[title]]["missing"]["elastic"]
 
 
 def test_flags_are_accepted_or_refused_as_the_migration_guide_says():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # Parts of Horovod's API that hvdkit lacks, each with the replacement to suggest.
 HINTS = {
-    "elastic": "hvdkit has no elastic jobs: save checkpoints, and start the job again from the last one.",
     "run": "hvdkit.run(function, args, np=N), of the package hvdkit itself, runs a function on new ranks.",
     "runner": "start the job with hvdkitrun, which has horovodrun's flags.",
 }

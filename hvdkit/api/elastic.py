@@ -197,6 +197,11 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     return wrapper
 
 
+def run_fn(func: Callable[..., Result], reset: Callable[[], object]) -> Callable[..., Result]:
+    """Return ``run(func)``. ``reset`` is not called: hvdkit connects the ranks itself."""
+    return run(func)
+
+
 def _run(
     launcher: elastic.ElasticLauncher, func: Callable[..., Result], state: State, args: Any, kwargs: dict[str, Any]
 ) -> Result:

@@ -95,7 +95,7 @@ print("asked")
     ("statement", "told"),
     [
         ("import horovod.spark", "No module named 'horovod.spark'"),
-        ("import horovod.torch.elastic", "start the job again from the last one"),
+        ("import horovod.ray", "No module named 'horovod.ray'"),
         ("import horovod.runner", "start the job with hvdkitrun"),
     ],
 )

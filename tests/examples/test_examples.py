@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.examples.running import assert_only_one_rank_prints, lines, run_example
+from tests.launch.launching import call_bare
 from tests.ranks import ROOT
 
 DIGITS_ACCURACY = re.compile(r"test accuracy ([\d.]+)% \(360 images, (\d+) process")
@@ -138,6 +140,24 @@ def test_tensorflow_and_keras_digits_reach_97_percent_and_resume(
         assert (f"nothing left to train: {epochs} epochs are done" in output) == (last == epochs)
         assert digits_accuracy(output) >= 97
         assert_only_one_rank_prints(output)
+
+
+@pytest.mark.parametrize(
+    ("script", "backend"),
+    [
+        ("pytorch_digits_elastic.py", ""),
+        pytest.param("keras_digits_elastic.py", "torch", marks=pytest.mark.thorough),
+        pytest.param("keras_digits_elastic.py", "tensorflow", marks=pytest.mark.thorough),
+    ],
+)
+def test_elastic_digits_reach_96_percent_though_a_rank_is_killed(script: str, backend: str) -> None:
+    flags = ["-np", "2", "--min-np", "1", sys.executable, str(ROOT / "examples" / script), "--kill-at-epoch", "3"]
+    environment = {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    result = call_bare(*flags, seconds=120, **environment)
+    assert result.status == 0, result.stderr
+    assert "was killed by signal SIGKILL (9); the job goes on with 1 rank" in result.stderr
+    [accuracy] = re.findall(r"test accuracy ([\d.]+)%", result.stdout)
+    assert float(accuracy) >= 96
 
 
 @pytest.mark.thorough
