@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import queue
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,10 +16,19 @@ from hvdkit.api.objects import broadcast_object
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import generations, runtime
 from hvdkit.environments import elastic
-from hvdkit.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdkit.environments.ticket import Ticket
+from hvdkit.errors import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+)
 from hvdkit.kernels.reduce_op import ReduceOp
 
-_INTERRUPT = "hvdkit.elastic.interrupt"
+logger = logging.getLogger("hvdkit")
+
+_INTERRUPT, _COMMITS = "hvdkit.elastic.interrupt", "hvdkit.elastic.commits"
 Result = TypeVar("Result")
 
 
@@ -37,8 +47,9 @@ class State:
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Add functions to call after ranks have come or gone, before the state is synchronised.
 
-        They adapt what depends on the number of ranks or on this rank's place, such as a learning rate. A new rank
-        calls them if its place is another than the one that it was offered.
+        They adapt what depends on the number of ranks or on this rank's place, such as a learning rate, on all ranks
+        alike: the state is not sent to ranks that have it. A new rank calls them if its place is another than the one
+        that it was offered.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -117,9 +128,8 @@ class ObjectState(State):
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        values = self._bcast_object([self._commits, {name: getattr(self, name) for name in self._names}])
-        self._commits = values[0]
-        for name, value in values[1].items():
+        values = self._bcast_object({name: getattr(self, name) for name in self._names})
+        for name, value in values.items():
             setattr(self, name, value)
         ObjectState.save(self)
 
@@ -206,24 +216,51 @@ def _run(
     launcher: elastic.ElasticLauncher, func: Callable[..., Result], state: State, args: Any, kwargs: dict[str, Any]
 ) -> Result:
     """Call the function in one generation after the other, until it returns."""
-    has_state = failed = False
     place = _place() if runtime.is_initialized() else None
+    # An earlier call has connected this process, with another function or state.
+    is_member = stays = runtime.current() is not None
+    has_state = failed = False
+    state.save()  # to which a rank returns that has received a part of another rank's state
     while True:
-        ticket = generations.enter_next(launcher, failed, state._commits if has_state else None)
+        steps = state._commits if has_state or is_member else None
+        needs_sync = stays or _enter_next(launcher, failed, steps).needs_sync
         try:
-            if has_state or place != _place():
+            if place != _place():
                 state.on_reset()
-            if ticket.needs_sync:
-                state.sync()
+            if needs_sync:
+                _synchronise(state, has_state)
             has_state = True
             return func(state, *args, **kwargs)
-        except HorovodInternalError:
+        except HorovodInternalError as error:
+            # hvdkitrun tells of lost ranks; a mistake of the program would come again.
+            level = logging.INFO if isinstance(error, PeerLostError) else logging.WARNING
+            logger.log(level, "The state returns to its last commit: %s", error)
             failed = True
-            if has_state:
-                state.restore()
+            state.restore()
         except HostsUpdatedInterrupt:
             failed = False
             state.save()  # a failure before the state is synchronised loses no step
+            state._commits += 1  # for a rank where the same check failed, and which has an older state
+        place, stays = None, False  # in all later generations the callbacks are called
+
+
+def _enter_next(launcher: elastic.ElasticLauncher, failed: bool, steps: int | None) -> Ticket:
+    """Enter the next generation in which all members meet: where some die meanwhile, there is another."""
+    while True:
+        try:
+            return generations.enter_next(launcher, failed, steps)
+        except (PeerLostError, PeerFailedError, MismatchError) as error:
+            failed = True
+            logger.info("Not all ranks have met: %s", error)
+
+
+def _synchronise(state: State, has_state: bool) -> None:
+    """Give all ranks the state of rank 0, which has the newest, if any rank has another. Collective."""
+    number = np.array([state._commits if has_state else -1])
+    (numbers,) = runtime.engine().named.allgather([number], Call(_COMMITS, wake=False)).wait()
+    if numbers.min() < 0 or numbers.min() < numbers.max():
+        state.sync()
+        state._commits = max(0, int(numbers.max()))
 
 
 def _place() -> tuple[int, int, int, int]:

@@ -21,7 +21,7 @@ from hvdkit.engine.loop.operation import Operation
 from hvdkit.engine.ranks.topology import Topology, topology_of
 from hvdkit.engine.steps.schedule import Network
 from hvdkit.environments.base import World
-from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.errors import HorovodInternalError, MismatchError, PeerLostError
 from hvdkit.transports.base import Exchange, Transport
 
 MOST_BYTES = 1 << 24  # of an introduction, which takes some hundred, and more with many process sets
@@ -41,7 +41,7 @@ def introduce(
 ) -> tuple[Topology, Settings]:
     """Return the ranks by node, and the settings, with those of rank 0 where ranks must not differ.
 
-    Raises HorovodInternalError on every rank if versions or process sets differ.
+    Raises MismatchError on every rank if versions or process sets differ.
     """
     report = {
         "version": hvdkit.__version__,
@@ -67,7 +67,7 @@ def introduce(
             by_value.setdefault(str(each[field]), []).append(number)
         if len(by_value) > 1:
             listed = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-            raise HorovodInternalError(f"{fact}: {listed}.\nHINT: {hint}")
+            raise MismatchError(f"{fact}: {listed}.\nHINT: {hint}")
     settings = dataclasses.replace(settings, **{name: reports[0][name] for name in SHARED_SETTINGS})
     return topology_of(rank, reports), settings
 

@@ -11,6 +11,7 @@ seen when it asks, and the job ends if no process has the state.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from hvdkit.launch.elastic.actions import Action, Dismiss, EndJob, Form, Interrupt, Kill, Limits, Start
@@ -18,6 +19,7 @@ from hvdkit.launch.elastic.slots import ProcessSlot, Slots
 from hvdkit.launch.elastic.workers import ElasticWorker, Phase, choose_members
 
 FAILURES_AT_A_STEP = 3  # end the job
+MOST_ATTEMPTS = 10  # to connect new processes, without a step between, that do not count as failures
 BLAMED_SECONDS = 5.0  # until a member is killed that another one called lost, if it does not ask
 GATHERING_SECONDS = 5.0  # for which a process that is ready waits for others that load their program
 ENDING_SECONDS = 30.0  # until a process is killed that was dismissed
@@ -31,17 +33,17 @@ class Membership:
         self._slots = Slots(limits.cooldown)
         self._closing: set[str] = set()  # hosts that will be taken away
         self._workers: dict[int, ElasticWorker] = {}  # all that live
-        self._started = self._generation = 0
+        self._started = self._generation = self._failed_starts = 0  # the last: before any process asked
         self._has_asked = self._has_trained = False  # any process, at any time; with a state
-        self._failed_starts = 0  # before any process asked
         self._ends: dict[int, bool] = {}  # of the members of the last generation: True for success
         self._is_finishing = self._is_over = False  # a member has succeeded; the job has ended
         self._short_since: float | None = None  # since when there is no generation
         # Since the generation began:
         self._steps = -1  # of the newest state, when it began
-        self._is_interrupted = self._is_broken = self._has_failed = self._is_examined = False
-        # How often in turn members failed in the same step:
-        self._failed_steps, self._failures = -1, 0
+        self._is_interrupted = self._is_broken = self._has_failed = False
+        self._is_examined = self._is_unconnected = False
+        self._blames: Counter[int] = Counter()  # how often each process was called lost
+        self._failed_steps, self._failures, self._attempts = -1, 0, 0  # in turn, without a step between
         self._now = 0.0
         self._actions: list[Action] = []
 
@@ -77,6 +79,7 @@ class Membership:
             self._has_asked = True
             self._has_trained |= steps is not None
             self._is_broken |= failed and worker.generation == self._generation > 0
+            self._blames.update([] if lost is None else [lost])
             blamed = None if lost is None else self._workers.get(lost)
             if blamed is not None and blamed.phase == Phase.MEMBER:
                 blamed.kill_at = min(blamed.kill_at, now + BLAMED_SECONDS)
@@ -120,7 +123,7 @@ class Membership:
         """Remove a process that has ended, and note its success or failure."""
         del self._workers[worker.number]
         has_finished = succeeded and worker.phase != Phase.WAITING
-        if worker.phase == Phase.ENDING or (has_finished and worker.must_leave):
+        if worker.phase == Phase.ENDING:
             return
         self._failed_starts += not self._has_asked and not has_finished
         if worker.generation or not self._generation:  # it was a member, or the program never asks
@@ -153,16 +156,18 @@ class Membership:
             self._form_of(self._in(Phase.WAITING))
 
     def _examine(self, former: list[ElasticWorker]) -> None:
-        """Find a reason if a generation broke at once though no member ended: they could not connect."""
+        """Find the reason if a generation broke at once though no member ended: they could not connect."""
         if self._has_failed or max((worker.newness for worker in former), default=-1) > self._steps:
             return
         new = [worker for worker in former if worker.steps is None]
         if self._has_trained and new:
-            for worker in new:
+            most = max(self._blames[worker.number] for worker in new)  # zero if nobody could tell
+            for worker in (worker for worker in new if self._blames[worker.number] == most):
                 self._slots.fail(worker.slot, self._now)
                 self._kill_now(worker, "it could not connect to the others")
-        else:
-            self._has_failed = True
+        self._attempts += 1
+        if not (self._has_trained and new) or self._attempts > MOST_ATTEMPTS:
+            self._has_failed = self._is_unconnected = True
 
     def _form_of(self, waiting: list[ElasticWorker]) -> None:
         """Begin a generation if enough processes wait, or end the job if they waited too long."""
@@ -172,7 +177,9 @@ class Membership:
         least = 1 if self._is_finishing else self._limits.least
         is_late = self._now >= self._short_since + self._limits.seconds
         enough = least if self._generation or is_late or self._is_finishing else self._limits.start
-        chosen = choose_members(waiting, least, self._limits.most, self._slots, self._has_trained)
+        staying = [worker for worker in waiting if worker.generation and not worker.must_leave]
+        needs_holder = self._has_trained and all(worker.steps is None for worker in staying)
+        chosen = choose_members(waiting, least, self._limits.most, self._slots, needs_holder)
         if len(chosen) >= enough:
             self._begin(chosen)
         elif is_late:
@@ -194,20 +201,23 @@ class Membership:
             self._failed_steps = newest
             if self._failures >= FAILURES_AT_A_STEP:
                 when = f"after step {newest}" if newest >= 0 else "before the first step"
-                self._end(f"{self._failures} failures {when}: the data or the program is at fault")
+                fault = "the ranks cannot connect" if self._is_unconnected else "the data or the program is at fault"
+                self._end(f"{self._failures} failures {when}: {fault}")
                 return
         if self._limits.resets is not None and self._generation > self._limits.resets:
             self._end(f"reset count {self._generation - 1} has exceeded limit {self._limits.resets}")
             return
         needs_sync = self._has_failed or self._is_broken or any(worker.steps != newest for worker in chosen)
         self._generation += 1
+        self._attempts = 0 if newest > self._steps else self._attempts
         self._actions.append(Form(self._generation, tuple(worker.number for worker in chosen), needs_sync))
         for worker in chosen:
             if worker.steps is not None:
                 self._slots.succeed(worker.slot, self._now)
             worker.phase, worker.since, worker.generation = Phase.MEMBER, self._now, self._generation
-        self._steps, self._short_since, self._ends = newest, None, {}
-        self._is_interrupted = self._is_broken = self._has_failed = self._is_examined = False
+        self._steps, self._short_since, self._ends, self._blames = newest, None, {}, Counter()
+        self._is_interrupted = self._is_broken = self._has_failed = False
+        self._is_examined = self._is_unconnected = False
 
     def _asked_again(self) -> list[ElasticWorker]:
         """Return the members of the present generation that have asked."""
@@ -218,8 +228,7 @@ class Membership:
         if not self._in(Phase.MEMBER):
             return
         for worker in self._in(Phase.WAITING):
-            is_needless = worker.must_leave or self._is_finishing
-            if is_needless and (worker.generation != self._generation):
+            if (worker.must_leave or self._is_finishing) and worker.generation != self._generation:
                 worker.phase, worker.since = Phase.ENDING, self._now
                 self._actions.append(Dismiss(worker.number))
 
@@ -228,21 +237,19 @@ class Membership:
         members = self._in(Phase.MEMBER)
         if not members or self._is_interrupted:
             return
-        changes = self._can_join(members) or self._can_leave(members)
-        if self._asked_again() or (changes and not self._is_finishing):
+        if self._asked_again() or (not self._is_finishing and self._would_change(members)):
             self._is_interrupted = True
             self._actions.append(Interrupt(tuple(worker.number for worker in members)))
 
-    def _can_join(self, members: list[ElasticWorker]) -> bool:
+    def _would_change(self, members: list[ElasticWorker]) -> bool:
+        """True if a generation that began now had other members, who are assumed to have the state by then."""
         ready = [worker for worker in self._in(Phase.WAITING) if not worker.must_leave]
-        if not ready or self._limits.most <= sum(not worker.must_leave for worker in members):
-            return False
-        has_gathered = self._now >= min(worker.since for worker in ready) + GATHERING_SECONDS
-        return has_gathered or not self._in(Phase.STARTING)
-
-    def _can_leave(self, members: list[ElasticWorker]) -> bool:
-        staying = sum(not worker.must_leave for worker in members)
-        return max(self._limits.least, 1) <= staying < len(members)
+        gathered_at = min((worker.since + GATHERING_SECONDS for worker in ready), default=math.inf)
+        gathers = self._in(Phase.STARTING) and self._now < gathered_at
+        needs_holder = all(worker.must_leave for worker in members)
+        waiting = members if gathers else [*members, *ready]
+        chosen = choose_members(waiting, max(1, self._limits.least), self._limits.most, self._slots, needs_holder)
+        return {worker.number for worker in chosen} != {worker.number for worker in members}
 
     def _kills_at(self, worker: ElasticWorker) -> float:
         """Return when a process is to be killed."""
@@ -281,11 +288,9 @@ class Membership:
     def _start(self) -> None:
         """Start processes in open slots, as many as are wanted."""
         wanted = self._limits.most if self._generation else self._limits.start
-        present = [
-            worker for worker in self._workers.values() if worker.phase != Phase.ENDING and not worker.must_leave
-        ]
-        missing = 0 if self._is_finishing else max(0, wanted - len(present))
-        for slot in self._openings()[:missing]:
+        present = self._in(Phase.STARTING, Phase.WAITING, Phase.MEMBER)
+        missing = 0 if self._is_finishing else wanted - sum(not worker.must_leave for worker in present)
+        for slot in self._openings()[: max(0, missing)]:
             self._workers[self._started] = ElasticWorker(self._started, slot, self._now)
             self._actions.append(Start(self._started, slot))
             self._started += 1

@@ -43,18 +43,18 @@ class ElasticWorker:
 
 
 def choose_members(
-    waiting: list[ElasticWorker], least: int, most: int, slots: Slots, has_trained: bool
+    waiting: list[ElasticWorker], least: int, most: int, slots: Slots, needs_holder: bool
 ) -> list[ElasticWorker]:
     """Return the members of the next generation, in the order of their ranks.
 
-    A process that must leave stays on where no other has the state (``has_trained``: there is one), or the others are
-    fewer than ``least``. The ranks of a host are neighbours. Rank 0 has the newest state, as Horovod's scripts expect.
+    A process that must leave stays on where no other has the state (``needs_holder``), or the others are fewer than
+    ``least``. The ranks of a host are neighbours. Rank 0 has the newest state, as Horovod's scripts expect.
     """
     former = [worker for worker in waiting if worker.generation]
     staying = [worker for worker in former if not worker.must_leave]
     leaving = [worker for worker in former if worker.must_leave]
     new = [worker for worker in waiting if not worker.generation and not worker.must_leave]
-    needed = int(has_trained and all(worker.steps is None for worker in staying))
+    needed = int(needs_holder)
     chosen = staying + new[: max(0, most - len(staying) - needed)]
     leaving.sort(key=lambda worker: worker.newness, reverse=True)
     chosen += leaving[: max(needed, least - len(chosen))]

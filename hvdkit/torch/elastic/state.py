@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -39,7 +40,11 @@ def _copied(value: Any, kept: Any) -> Any:
         return value.clone()
     if isinstance(value, dict):
         kept = kept if isinstance(kept, dict) else {}
-        return {key: _copied(each, kept.get(key)) for key, each in value.items()}
+        copied = {key: _copied(each, kept.get(key)) for key, each in value.items()}
+        if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict reads
+            copied = OrderedDict(copied)
+            copied._metadata = value._metadata  # type: ignore[attr-defined]
+        return copied
     if type(value) in (list, tuple):
         kept = kept if type(kept) is type(value) and len(kept) == len(value) else [None] * len(value)
         return type(value)(_copied(each, other) for each, other in zip(value, kept, strict=True))
