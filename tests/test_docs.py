@@ -133,7 +133,7 @@ def test_the_citation_names_this_version():
 
 @pytest.mark.parametrize("module", PAGES)
 def test_a_page_of_the_api_has_all_names_of_its_module_and_no_others(modules, module):
-    names = documented(PAGES[module])
+    names = [name for name in documented(PAGES[module]) if not name.startswith("hvd.elastic.")]
     assert len(names) == len(set(names))
     expected = set(modules[module]["all"])
     if module == "hvdkit.keras":
