@@ -42,7 +42,8 @@ class State:
         self._host_messages: queue.Queue[Any] = queue.Queue()
         self._last_updated_timestamp = 0
         self._reset_callbacks: list[Callable[[], object]] = []
-        self._commits = 0  # that the state has seen, on whatever ranks
+        # The version of what was saved last: commits of the job, on whatever ranks, and later saves at an interrupt.
+        self._commits = self._interrupts = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Add functions to call after ranks have come or gone, before the state is synchronised.
@@ -70,7 +71,7 @@ class State:
         All ranks call it after the same step. Raises HostsUpdatedInterrupt on all ranks if some are to come or go.
         """
         self.save()
-        self._commits += 1
+        self._commits, self._interrupts = self._commits + 1, 0
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -240,7 +241,7 @@ def _run(
         except HostsUpdatedInterrupt:
             failed = False
             state.save()  # a failure before the state is synchronised loses no step
-            state._commits += 1  # for a rank where the same check failed, and which has an older state
+            state._interrupts += 1
         place, stays = None, False  # in all later generations the callbacks are called
 
 
@@ -256,11 +257,11 @@ def _enter_next(launcher: elastic.ElasticLauncher, failed: bool, steps: int | No
 
 def _synchronise(state: State, has_state: bool) -> None:
     """Give all ranks the state of rank 0, which has the newest, if any rank has another. Collective."""
-    number = np.array([state._commits if has_state else -1])
-    (numbers,) = runtime.engine().named.allgather([number], Call(_COMMITS, wake=False)).wait()
-    if numbers.min() < 0 or numbers.min() < numbers.max():
+    own = np.array([[state._commits, state._interrupts]] if has_state else [[-1, 0]])
+    (versions,) = runtime.engine().named.allgather([own], Call(_COMMITS, wake=False)).wait()
+    if versions.min() < 0 or (versions != versions[0]).any():
         state.sync()
-        state._commits = max(0, int(numbers.max()))
+        state._commits, state._interrupts = max(0, int(versions[0, 0])), int(versions[0, 1])
 
 
 def _place() -> tuple[int, int, int, int]:

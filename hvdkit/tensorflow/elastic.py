@@ -57,7 +57,8 @@ class TensorFlowKerasState(TensorFlowState):
             )
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         if self.optimizer is not None:
-            self.optimizer.build(model.trainable_variables)
+            make = getattr(self.optimizer, "_create_all_weights", None)  # of optimizers before Keras 2.11
+            (make or self.optimizer.build)(model.trainable_variables)
         super().__init__([], **kwargs)
 
     def _variables(self) -> list[Any]:

@@ -54,10 +54,11 @@ class Rank(Lines):
         super().__init__(connection)
         self.offer = offer
         self.order: Answer = {}  # that came with the last ticket
+        self.facts: Answer = {}  # to tell with each question for a ticket
         self._is_interrupted = False
 
     def next_ticket(self, address: tuple[str, int], report: Report) -> Ticket:
-        self.send(address=address, steps=report.steps, failed=report.failed)
+        self.send(address=address, steps=report.steps, failed=report.failed, **self.facts)
         while "ticket" not in (message := self.receive()):
             if "dismissal" in message:
                 raise SystemExit(0)
@@ -167,9 +168,12 @@ class ElasticJob:
         """
         self.generation += 1
         received = {worker: worker.receive() if asked is None else asked[worker] for worker in self.workers}
-        self.workers.sort(key=lambda worker: received[worker]["steps"] != max(map(newness, received.values()), default=-1))
+        self.workers.sort(
+            key=lambda worker: received[worker]["steps"] != max(map(newness, received.values()), default=-1)
+        )
         members = tuple(
-            Member(worker.host, worker.slot, tuple(received[worker]["address"]), worker.process) for worker in self.workers
+            Member(worker.host, worker.slot, tuple(received[worker]["address"]), worker.process)
+            for worker in self.workers
         )
         needs_sync = any(ask["failed"] for ask in received.values()) or len(set(map(newness, received.values()))) > 1
         secret = secrets.token_bytes(32)

@@ -17,10 +17,33 @@ SCENARIOS = {
     ),
     "tensorflow_scenarios": ("functions", "keras models"),
 }  # fmt: skip
+STATE_SCENARIOS = {
+    "state_scenarios": (
+        "kills with a commit in each batch", "kills with a commit in each third batch", "transfers",
+        "deaths while forming", "deaths while synchronising", "deaths while synchronising without a commit",
+        "deaths in the first generation",
+        "a check that fails on rank 0", "a check that fails on rank 1", "leave", "callbacks", "versions",
+    ),
+    "program_scenarios": ("two functions", "samples"),
+    "tensorflow_state_scenarios": ("variables", "fit hvdkit.keras", "fit hvdkit.tensorflow.keras"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in SCENARIOS.items() for name in names])
+def pairs(scenarios):
+    return [(module, name) for module, names in scenarios.items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), pairs(SCENARIOS))
 def test_ranks_form_new_generations(module, name):
+    run_scenario(module, name)
+
+
+@pytest.mark.parametrize(("module", "name"), pairs(STATE_SCENARIOS))
+def test_a_state_outlives_ranks_that_come_and_go(module, name):
+    run_scenario(module, name)
+
+
+def run_scenario(module, name):
     command = [sys.executable, "-m", f"tests.elastic.{module}", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import call_bare
+from tests.launch.launching import call_bare, run_to_end
 
 PROGRAM = str(Path(__file__).with_name("keras_program.py"))
+RESTORE_PROGRAM = str(Path(__file__).with_name("restore_program.py"))
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,20 @@ def test_a_killed_rank_is_replaced_and_all_ranks_hold_the_same_bits(kind, enviro
     assert sorted((fact["rank"], fact["size"]) for fact in facts) == [(0, 2), (1, 2)]
     assert facts[0]["digest"] == facts[1]["digest"]
     assert [fact["finite"] for fact in facts] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["hvdkit.keras"], {"KERAS_BACKEND": "torch"}),
+        (["hvdkit.tensorflow.keras"], {"KERAS_BACKEND": "tensorflow"}),
+        (["hvdkit.tensorflow.keras", "legacy"], {"TF_USE_LEGACY_KERAS": "1"}),
+        pytest.param(["hvdkit.keras"], {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),
+        pytest.param(["hvdkit.tensorflow.keras"], {"TF_USE_LEGACY_KERAS": "1"}, marks=pytest.mark.thorough),
+    ],
+    ids=["keras-torch", "tf.keras", "tf_keras-legacy", "keras-tensorflow", "tf_keras"],
+)
+def test_a_state_goes_back_to_its_last_save_more_than_once(arguments, environment):
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **environment}
+    result = run_to_end([sys.executable, RESTORE_PROGRAM, *arguments], **environment)
+    assert result.status == 0, result.stderr

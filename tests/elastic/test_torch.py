@@ -107,6 +107,29 @@ def test_a_sampler_shuffles_each_epoch_anew_and_all_ranks_alike(monkeypatch):
     assert sorted(second) == list(range(50))
 
 
+class VersionedLayer(torch.nn.Linear):
+    """A layer that loads a state_dict of its own version alone, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("version") != 2:
+            raise ValueError(local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_a_layer_that_asks_for_the_version_of_its_state_is_restored(monkeypatch):
+    at_place(monkeypatch, 0, 1)
+    from hvdkit.torch.elastic import TorchState
+
+    layer = VersionedLayer(2, 3)
+    state, held = TorchState(layer), layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight.zero_()
+    state.restore()
+    assert torch.equal(layer.weight, held)
+
+
 def test_a_state_goes_back_to_its_last_save_whatever_changed(monkeypatch):
     at_place(monkeypatch, 0, 1)
     from hvdkit.torch.elastic import TorchState

@@ -82,8 +82,8 @@ class ElasticDriver:
     def run(self) -> ElasticOutcome:
         """Run the job, and return its end when all its processes have ended."""
         try:
-            if self._static is not None:
-                self._do(self._membership.hosts_found(time.monotonic(), self._static))
+            # A job whose script gives no answer has no hosts, so that it ends after the timeout.
+            self._do(self._membership.hosts_found(time.monotonic(), self._static or {}))
             while self._outcome.reason is None or self._hosts:
                 self._look()
                 if time.monotonic() >= self._ends_at:

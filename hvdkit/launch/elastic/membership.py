@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hvdkit.launch.elastic.actions import Action, Dismiss, EndJob, Form, Interrupt, Kill, Limits, Start
-from hvdkit.launch.elastic.slots import ProcessSlot, Slots
-from hvdkit.launch.elastic.workers import ElasticWorker, Phase, choose_members
+from hvdkit.launch.elastic.newcomers import Newcomers
+from hvdkit.launch.elastic.slots import FAILURE_SECONDS, ProcessSlot, Slots
+from hvdkit.launch.elastic.workers import ElasticWorker, Phase, choose_members, newest_of
 
 FAILURES_AT_A_STEP = 3  # end the job
-MOST_ATTEMPTS = 10  # to connect new processes, without a step between, that do not count as failures
+PROGRAM_FAULT = "the data or the program is at fault"
+CONNECTION_FAULT = "the ranks cannot connect, or the program is at fault"  # no process ended
 BLAMED_SECONDS = 5.0  # until a member is killed that another one called lost, if it does not ask
 GATHERING_SECONDS = 5.0  # for which a process that is ready waits for others that load their program
 ENDING_SECONDS = 30.0  # until a process is killed that was dismissed
@@ -30,7 +32,7 @@ class Membership:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._slots = Slots(limits.cooldown)
+        self._slots, self._newcomers = Slots(limits.cooldown), Newcomers(limits.least)
         self._closing: set[str] = set()  # hosts that will be taken away
         self._workers: dict[int, ElasticWorker] = {}  # all that live
         self._started = self._generation = self._failed_starts = 0  # the last: before any process asked
@@ -38,14 +40,12 @@ class Membership:
         self._ends: dict[int, bool] = {}  # of the members of the last generation: True for success
         self._is_finishing = self._is_over = False  # a member has succeeded; the job has ended
         self._short_since: float | None = None  # since when there is no generation
-        # Since the generation began:
-        self._steps = -1  # of the newest state, when it began
-        self._is_interrupted = self._is_broken = self._has_failed = False
-        self._is_examined = self._is_unconnected = False
+        self._steps = -1  # of the newest state, when the generation began; since then:
+        self._is_interrupted = self._is_broken = self._is_examined = False
+        self._fault = ""  # the reason of a failure
         self._blames: Counter[int] = Counter()  # how often each process was called lost
-        self._failed_steps, self._failures, self._attempts = -1, 0, 0  # in turn, without a step between
-        self._now = 0.0
-        self._actions: list[Action] = []
+        self._failed_steps, self._failures = -1, 0  # how often in turn members failed in the same step
+        self._now, self._actions = 0.0, list[Action]()
 
     def hosts_found(self, now: float, hosts: Mapping[str, int]) -> list[Action]:
         """Note the hosts that there are, with their slots. The processes of other hosts must leave."""
@@ -60,9 +60,9 @@ class Membership:
 
     def host_lost(self, now: float, host: str) -> list[Action]:
         """Note that a host is lost, and that all its processes are dead."""
-        self._slots.lose_host(host, now)
         for worker in [worker for worker in self._workers.values() if worker.slot.host == host]:
             self._remove(now, worker, succeeded=False, is_slot_at_fault=False)
+        self._slots.lose_host(host, now)
         return self._decide(now)
 
     def asked(
@@ -106,13 +106,15 @@ class Membership:
     def _decide(self, now: float) -> list[Action]:
         self._now, self._actions = now, []
         for worker in self._workers.values():
-            worker.must_leave = worker.slot.host in self._closing or not self._slots.exists(worker.slot)
+            can_stay = self._slots.exists(worker.slot) and worker.slot.host not in self._closing
+            is_alone = worker.generation > 0 and self._limits.most == 1  # it cannot hand its state over
+            worker.must_leave = not can_stay and not is_alone
         if not self._is_over and not self._in(Phase.MEMBER):
             self._form()
         if not self._is_over:
             self._dismiss()
-            self._interrupt()
             self._kill()
+            self._interrupt()
             self._start()
         return self._actions
 
@@ -122,28 +124,34 @@ class Membership:
     def _remove(self, now: float, worker: ElasticWorker, succeeded: bool, is_slot_at_fault: bool) -> None:
         """Remove a process that has ended, and note its success or failure."""
         del self._workers[worker.number]
-        has_finished = succeeded and worker.phase != Phase.WAITING
         if worker.phase == Phase.ENDING:
             return
-        self._failed_starts += not self._has_asked and not has_finished
+        has_finished = succeeded and worker.phase != Phase.WAITING
+        if worker.phase == Phase.MEMBER and now - worker.since >= FAILURE_SECONDS:
+            self._slots.succeed(worker.slot, now)
+        if has_finished and worker.must_leave:  # because of that, or at the end of the program: the others tell
+            self._ends |= {worker.number: True} if worker.generation else {}
+            return
+        self._failed_starts += is_slot_at_fault and not self._has_asked and not has_finished
         if worker.generation or not self._generation:  # it was a member, or the program never asks
             self._ends[worker.number] = has_finished
             self._is_finishing |= has_finished
-            self._has_failed |= bool(worker.generation) and not has_finished
-        elif has_finished:
-            has_finished = False  # it ends before it has done anything
+            self._fault = PROGRAM_FAULT if worker.generation and not has_finished else self._fault
+        else:
+            has_finished = False  # it ended before it had done anything
         if is_slot_at_fault and not has_finished:
             self._slots.fail(worker.slot, now)
 
     def _form(self) -> None:
         """Begin a generation, or end the job, if it is time."""
         former = [worker for worker in self._in(Phase.WAITING) if worker.generation]
+        may_go_on = any(worker.steps is not None or not self._has_trained for worker in former)
         if self._generation == 0:
             may_go_on = bool(self._in(Phase.WAITING, Phase.STARTING))
-        else:
-            may_go_on = any(worker.steps is not None or not self._has_trained for worker in former)
-        if self._is_finishing and not may_go_on:
-            self._end("" if all(self._ends.values()) else "a rank failed while others finished")
+        have_succeeded = bool(self._ends) and all(self._ends.values())
+        have_left = bool(self._generation) and have_succeeded and not former  # all had to leave, when they finished
+        if not may_go_on and (self._is_finishing or have_left):
+            self._end("" if have_succeeded else "a rank failed while others finished")
         elif self._generation and not may_go_on:
             self._end("no rank with the state of the job is left")
         elif self._failed_starts >= FAILURES_AT_A_STEP and not self._has_asked:
@@ -156,18 +164,13 @@ class Membership:
             self._form_of(self._in(Phase.WAITING))
 
     def _examine(self, former: list[ElasticWorker]) -> None:
-        """Find the reason if a generation broke at once though no member ended: they could not connect."""
-        if self._has_failed or max((worker.newness for worker in former), default=-1) > self._steps:
+        """Find a reason if a generation broke at once though no member ended: they could not connect."""
+        if self._ends or newest_of(former) > self._steps:
             return
-        new = [worker for worker in former if worker.steps is None]
-        if self._has_trained and new:
-            most = max(self._blames[worker.number] for worker in new)  # zero if nobody could tell
-            for worker in (worker for worker in new if self._blames[worker.number] == most):
-                self._slots.fail(worker.slot, self._now)
-                self._kill_now(worker, "it could not connect to the others")
-        self._attempts += 1
-        if not (self._has_trained and new) or self._attempts > MOST_ATTEMPTS:
-            self._has_failed = self._is_unconnected = True
+        causes = self._newcomers.find_causes(former, self._has_trained, self._blames)
+        self._fault = CONNECTION_FAULT if causes == [] else ""  # None: they join host by host
+        for worker in causes or []:
+            self._kill_at_fault(worker, "it could not connect to the others")
 
     def _form_of(self, waiting: list[ElasticWorker]) -> None:
         """Begin a generation if enough processes wait, or end the job if they waited too long."""
@@ -176,80 +179,78 @@ class Membership:
             waiting = [worker for worker in waiting if worker.generation]
         least = 1 if self._is_finishing else self._limits.least
         is_late = self._now >= self._short_since + self._limits.seconds
-        enough = least if self._generation or is_late or self._is_finishing else self._limits.start
-        staying = [worker for worker in waiting if worker.generation and not worker.must_leave]
-        needs_holder = self._has_trained and all(worker.steps is None for worker in staying)
-        chosen = choose_members(waiting, least, self._limits.most, self._slots, needs_holder)
+        is_enough = self._generation or is_late or self._is_finishing or not self._can_grow()
+        enough = least if is_enough else self._limits.start
+        waiting = self._newcomers.select(waiting, least, self._has_trained)
+        chosen = choose_members(waiting, least, self._limits.most, self._slots)
         if len(chosen) >= enough:
             self._begin(chosen)
         elif is_late:
             self._end(f"only {len(chosen)} of at least {least} ranks for {self._limits.seconds:g} s")
-        elif not self._can_grow() and len(chosen) < least:
+        elif not self._can_grow():
             self._end(f"only {len(chosen)} of at least {least} ranks, and no slot in which another may be started")
 
     def _can_grow(self) -> bool:
         """True if another process may become ready."""
-        will_open = self._slots.next_opening(self._now) < math.inf or bool(self._openings())
-        coming = self._in(Phase.STARTING, Phase.ENDING)
-        return bool(coming) or self._limits.hosts_may_change or (will_open and not self._is_finishing)
+        will_open = not self._is_finishing and (self._slots.next_opening(self._now) < math.inf or self._openings())
+        return bool(will_open or self._limits.hosts_may_change or self._in(Phase.STARTING, Phase.ENDING))
 
     def _begin(self, chosen: list[ElasticWorker]) -> None:
         """Begin a generation, unless failures repeat themselves."""
-        newest = max(worker.newness for worker in chosen)
-        if self._has_failed:
+        newest = newest_of(chosen)
+        if self._fault:
             self._failures = self._failures + 1 if newest == self._failed_steps else 1
             self._failed_steps = newest
             if self._failures >= FAILURES_AT_A_STEP:
                 when = f"after step {newest}" if newest >= 0 else "before the first step"
-                fault = "the ranks cannot connect" if self._is_unconnected else "the data or the program is at fault"
-                self._end(f"{self._failures} failures {when}: {fault}")
+                self._end(f"{self._failures} failures {when}: {self._fault}")
                 return
         if self._limits.resets is not None and self._generation > self._limits.resets:
             self._end(f"reset count {self._generation - 1} has exceeded limit {self._limits.resets}")
             return
-        needs_sync = self._has_failed or self._is_broken or any(worker.steps != newest for worker in chosen)
+        needs_sync = bool(self._fault) or self._is_broken or any(worker.steps != newest for worker in chosen)
         self._generation += 1
-        self._attempts = 0 if newest > self._steps else self._attempts
         self._actions.append(Form(self._generation, tuple(worker.number for worker in chosen), needs_sync))
         for worker in chosen:
             if worker.steps is not None:
                 self._slots.succeed(worker.slot, self._now)
             worker.phase, worker.since, worker.generation = Phase.MEMBER, self._now, self._generation
         self._steps, self._short_since, self._ends, self._blames = newest, None, {}, Counter()
-        self._is_interrupted = self._is_broken = self._has_failed = False
-        self._is_examined = self._is_unconnected = False
+        self._is_interrupted, self._is_broken, self._is_examined, self._fault = False, False, False, ""
 
     def _asked_again(self) -> list[ElasticWorker]:
         """Return the members of the present generation that have asked."""
         return [worker for worker in self._in(Phase.WAITING) if worker.generation == self._generation > 0]
 
     def _dismiss(self) -> None:
-        """Dismiss processes that wait in vain: they must leave, or the job finishes."""
-        if not self._in(Phase.MEMBER):
-            return
-        for worker in self._in(Phase.WAITING):
-            if (worker.must_leave or self._is_finishing) and worker.generation != self._generation:
+        """Dismiss processes that wait in vain: they must leave, are too many, or the job finishes."""
+        members = [*self._in(Phase.MEMBER), *self._asked_again()]
+        room = self._limits.most - sum(not worker.must_leave for worker in members)
+        for worker in self._in(Phase.WAITING) if self._in(Phase.MEMBER) else []:
+            if worker.generation == self._generation:
+                continue
+            if worker.must_leave or self._is_finishing or room <= 0:
                 worker.phase, worker.since = Phase.ENDING, self._now
                 self._actions.append(Dismiss(worker.number))
+            room -= not worker.must_leave
 
     def _interrupt(self) -> None:
         """Have the members ask if another one has asked, others are ready to join, or some can leave."""
         members = self._in(Phase.MEMBER)
-        if not members or self._is_interrupted:
-            return
-        if self._asked_again() or (not self._is_finishing and self._would_change(members)):
+        changes = not self._is_finishing and (self._can_join() or self._can_leave(members))
+        if members and not self._is_interrupted and (changes or self._asked_again()):
             self._is_interrupted = True
             self._actions.append(Interrupt(tuple(worker.number for worker in members)))
 
-    def _would_change(self, members: list[ElasticWorker]) -> bool:
-        """True if a generation that began now had other members, who are assumed to have the state by then."""
-        ready = [worker for worker in self._in(Phase.WAITING) if not worker.must_leave]
-        gathered_at = min((worker.since + GATHERING_SECONDS for worker in ready), default=math.inf)
-        gathers = self._in(Phase.STARTING) and self._now < gathered_at
-        needs_holder = all(worker.must_leave for worker in members)
-        waiting = members if gathers else [*members, *ready]
-        chosen = choose_members(waiting, max(1, self._limits.least), self._limits.most, self._slots, needs_holder)
-        return {worker.number for worker in chosen} != {worker.number for worker in members}
+    def _can_join(self) -> bool:
+        """True if processes are ready for which there is room, since others were dismissed."""
+        ready = [worker.since for worker in self._in(Phase.WAITING) if not worker.must_leave]
+        loading = [worker for worker in self._in(Phase.STARTING) if not worker.must_leave]
+        return bool(ready) and (not loading or self._now >= min(ready) + GATHERING_SECONDS)
+
+    def _can_leave(self, members: list[ElasticWorker]) -> bool:
+        staying = sum(not worker.must_leave for worker in members)
+        return max(self._limits.least, 1) <= staying < len(members)
 
     def _kills_at(self, worker: ElasticWorker) -> float:
         """Return when a process is to be killed."""
@@ -259,8 +260,7 @@ class Membership:
             return worker.since + ENDING_SECONDS
         if worker.phase == Phase.STARTING:
             return worker.since + self._limits.seconds
-        others = self._asked_again()
-        if worker.phase == Phase.MEMBER and others and not self._is_finishing:
+        if worker.phase == Phase.MEMBER and (others := self._asked_again()) and not self._is_finishing:
             return min(worker.kill_at, min(other.since for other in others) + self._limits.seconds)
         return worker.kill_at
 
@@ -270,20 +270,20 @@ class Membership:
             if self._now < self._kills_at(worker):
                 continue
             if worker.phase == Phase.STARTING:
-                self._slots.fail(worker.slot, self._now)
-                self._kill_now(worker, f"it was not ready within {self._limits.seconds:g} s")
+                self._kill_at_fault(worker, f"it was not ready within {self._limits.seconds:g} s")
             else:
                 worker.is_killed = True
                 how = "others lost it, and it does not ask" if worker.phase == Phase.MEMBER else "it was dismissed"
                 self._actions.append(Kill(worker.number, how))
 
-    def _kill_now(self, worker: ElasticWorker, reason: str) -> None:
+    def _kill_at_fault(self, worker: ElasticWorker, reason: str) -> None:
+        self._slots.fail(worker.slot, self._now)
         worker.phase, worker.is_killed = Phase.ENDING, True
         self._actions.append(Kill(worker.number, reason))
 
     def _openings(self) -> list[ProcessSlot]:
-        taken = {worker.slot for worker in self._workers.values()}
-        return [slot for slot in self._slots.open(self._now, taken) if slot.host not in self._closing]
+        slots = self._slots.open(self._now, {worker.slot for worker in self._workers.values()})
+        return [slot for slot in slots if slot.host not in self._closing]
 
     def _start(self) -> None:
         """Start processes in open slots, as many as are wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,19 +43,22 @@ class ElasticWorker:
         return -1 if self.steps is None else self.steps
 
 
-def choose_members(
-    waiting: list[ElasticWorker], least: int, most: int, slots: Slots, needs_holder: bool
-) -> list[ElasticWorker]:
+def newest_of(workers: Iterable[ElasticWorker]) -> int:
+    """Return the newness of the newest state, -1 if no process has one."""
+    return max((worker.newness for worker in workers), default=-1)
+
+
+def choose_members(waiting: list[ElasticWorker], least: int, most: int, slots: Slots) -> list[ElasticWorker]:
     """Return the members of the next generation, in the order of their ranks.
 
-    A process that must leave stays on where no other has the state (``needs_holder``), or the others are fewer than
-    ``least``. The ranks of a host are neighbours. Rank 0 has the newest state, as Horovod's scripts expect.
+    A process that must leave stays on where no other has so new a state, or the others are fewer than ``least``. The
+    ranks of a host are neighbours. Rank 0 has the newest state, as Horovod's scripts expect.
     """
     former = [worker for worker in waiting if worker.generation]
     staying = [worker for worker in former if not worker.must_leave]
     leaving = [worker for worker in former if worker.must_leave]
     new = [worker for worker in waiting if not worker.generation and not worker.must_leave]
-    needed = int(needs_holder)
+    needed = int(newest_of(staying) < newest_of(leaving))
     chosen = staying + new[: max(0, most - len(staying) - needed)]
     leaving.sort(key=lambda worker: worker.newness, reverse=True)
     chosen += leaving[: max(needed, least - len(chosen))]
@@ -64,7 +68,7 @@ def choose_members(
     def place(worker: ElasticWorker) -> tuple[int, str, int]:
         return slots.index(worker.slot.host), *worker.slot
 
-    newest = max(worker.newness for worker in chosen)
+    newest = newest_of(chosen)
     first = min((worker for worker in chosen if worker.newness == newest), key=place)
 
     def place_after_first(worker: ElasticWorker) -> tuple[bool, int, str, bool, int]:

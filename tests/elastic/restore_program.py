@@ -1,0 +1,46 @@
+"""Train with Keras, and go back to what was saved, twice. ``python restore_program.py ADAPTER [legacy]``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import numpy as np
+
+
+def main(adapter: str, is_legacy: bool) -> None:
+    hvd = importlib.import_module(adapter)
+    is_of_tensorflow = adapter == "hvdkit.tensorflow.keras"
+    keras = importlib.import_module("tensorflow").keras if is_of_tensorflow else importlib.import_module("keras")
+    hvd.init()
+    optimizers = keras.optimizers.legacy if is_legacy else keras.optimizers
+    layers = [keras.layers.Dense(64), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.layers.InputLayer((32,)), *layers])
+    model.compile(hvd.DistributedOptimizer(optimizers.Adam(0.01)), "mse")
+    state = hvd.elastic.KerasState(model, batch=0)
+    samples = np.random.default_rng(0).standard_normal((32, 32)).astype("float32")
+
+    def train() -> None:
+        model.fit(samples, samples[:, :1], verbose=0)
+        state.batch += 1
+
+    def values() -> list[np.ndarray]:
+        variables = model.optimizer.variables
+        variables = variables() if callable(variables) else variables
+        convert = keras.ops.convert_to_numpy if hasattr(keras, "ops") else np.asarray
+        return [np.array(each) for each in (*model.get_weights(), *map(convert, variables))]
+
+    train()
+    state.save()
+    held = values()
+    assert len(held) > 15, "moments are missing"
+    for _ in range(2):  # the second time, unless training has changed the copy
+        train()
+        assert not all(map(np.array_equal, held, values()))
+        state.restore()
+        assert all(map(np.array_equal, held, values()))
+        assert state.batch == 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], "legacy" in sys.argv)
