@@ -38,7 +38,16 @@ def test_ranks_form_new_generations(module, name):
     run_scenario(module, name)
 
 
-@pytest.mark.parametrize(("module", "name"), pairs(STATE_SCENARIOS))
+QUICK = {"kills with a commit in each third batch", "transfers", "deaths while synchronising", "callbacks", "variables"}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(module, name, marks=[] if name in QUICK else pytest.mark.thorough)
+        for module, name in pairs(STATE_SCENARIOS)
+    ],
+)
 def test_a_state_outlives_ranks_that_come_and_go(module, name):
     run_scenario(module, name)
 

@@ -18,7 +18,7 @@ RESTORE_PROGRAM = str(Path(__file__).with_name("restore_program.py"))
     ("kind", "environment"),
     [
         ("keras", {"KERAS_BACKEND": "torch"}),
-        ("keras", {"KERAS_BACKEND": "tensorflow"}),
+        pytest.param("keras", {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),
         ("tensorflow", {}),
         pytest.param("tf.keras", {"TF_USE_LEGACY_KERAS": "1"}, marks=pytest.mark.thorough),
         pytest.param("tf.keras", {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),

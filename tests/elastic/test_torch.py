@@ -30,7 +30,7 @@ def train(flags: str, *arguments: object) -> list[dict]:
     return sorted(facts, key=lambda fact: fact["rank"])
 
 
-@pytest.mark.parametrize("steps_per_commit", [1, 3])
+@pytest.mark.parametrize("steps_per_commit", [1, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kills", [["1:20"], ["0:20"], ["0:20", "2:20"]], ids=["rank 1", "rank 0", "two ranks"])
 def test_killed_ranks_are_replaced_and_the_result_is_that_of_a_replay(steps_per_commit, kills):
     facts = train("-np 3 --min-np 1", 60, steps_per_commit, 3, *kills)
