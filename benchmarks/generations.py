@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import torch._dynamo  # as all below that ranks would import, each for itself
 from jobs import ROOT
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=12, help="how many ranks are killed in each case")
     parser.add_argument("--rounds", type=int, default=40, help="how often a generation is formed anew in each case")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/generations.json")
-    args = parser.parse_args()
+    args = common.parse(parser)
     torch.set_num_threads(1)
     results: dict[str, dict[str, list[float]]] = {}
 
