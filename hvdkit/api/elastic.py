@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import queue
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -28,11 +29,11 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 logger = logging.getLogger("hvdkit")
 
-_INTERRUPT, _COMMITS = "hvdkit.elastic.interrupt", "hvdkit.elastic.commits"
+_INTERRUPT, _VERSIONS = "hvdkit.elastic.interrupt", "hvdkit.elastic.versions"
 Result = TypeVar("Result")
 
 
-class State:
+class State(ABC):
     """The state of a training that all ranks hold, and that new ranks receive.
 
     Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` where the number of ranks matters to them.
@@ -89,17 +90,17 @@ class State:
         if is_wanted:
             raise HostsUpdatedInterrupt
 
+    @abstractmethod
     def save(self) -> None:
         """Copy the state, in memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Go back to the copy that was saved last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync(self) -> None:
         """Replace the state on all ranks by that of rank 0, and save it. Collective."""
-        raise NotImplementedError
 
     def reset(self) -> None:
         """Adapt to a new number of ranks; by default nothing is to do."""
@@ -136,25 +137,24 @@ class ObjectState(State):
 
 
 class VariablesState(ObjectState):
-    """The state of variables of TensorFlow or Keras, copied into memory that is used again, and of Python objects.
-
-    Subclasses define ``_variables``, ``_array`` and ``_broadcast``.
-    """
+    """The state of variables of TensorFlow or Keras, copied into memory that is used again, and of Python objects."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._arrays: list[npt.NDArray[Any]] = []
         super().__init__(broadcast_object, lambda: runtime.topology().rank, **kwargs)
         self._save_variables()
 
+    @abstractmethod
     def _variables(self) -> list[Any]:
-        raise NotImplementedError
+        """Return the variables, in the same order on all ranks."""
 
+    @abstractmethod
     def _array(self, variable: Any) -> npt.NDArray[Any]:
-        raise NotImplementedError
+        """Return the value of a variable."""
 
+    @abstractmethod
     def _broadcast(self, variables: list[Any]) -> None:
         """Give all ranks the values of rank 0."""
-        raise NotImplementedError
 
     def _save_variables(self) -> None:
         arrays = [self._array(variable) for variable in self._variables()]
@@ -258,7 +258,7 @@ def _enter_next(launcher: elastic.ElasticLauncher, failed: bool, steps: int | No
 def _synchronise(state: State, has_state: bool) -> None:
     """Give all ranks the state of rank 0, which has the newest, if any rank has another. Collective."""
     own = np.array([[state._commits, state._interrupts]] if has_state else [[-1, 0]])
-    (versions,) = runtime.engine().named.allgather([own], Call(_COMMITS, wake=False)).wait()
+    (versions,) = runtime.engine().named.allgather([own], Call(_VERSIONS, wake=False)).wait()
     if versions.min() < 0 or (versions != versions[0]).any():
         state.sync()
         state._commits, state._interrupts = max(0, int(versions[0, 0])), int(versions[0, 1])

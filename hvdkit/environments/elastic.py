@@ -38,7 +38,7 @@ class ElasticLauncher:
         )
         self.offer = World(LAUNCHER, rank, size, local_rank, local_size, host=environ.get(HOST))
         self.addresses = [interface_address(name) for name in named_interfaces(environ)] or [environ[ADDRESS]]
-        self._interrupt: dict[str, Any] | None = None
+        self._is_interrupted = False
 
     def next_ticket(self, address: tuple[str, int], report: Report) -> Ticket:
         """Tell where this process listens, and wait for the ticket of the next generation.
@@ -55,17 +55,16 @@ class ElasticLauncher:
             message = self._next_message(None)
             assert message is not None
             if message["kind"] == TICKET:
-                self._interrupt = None
+                self._is_interrupted = False
                 return ticket_of(message["ticket"])
             if message["kind"] == DISMISSAL:
                 raise SystemExit(0)
 
     def is_interrupted(self) -> bool:
         """True if the launcher wants this process to ask, since processes are ready to join or some must leave."""
-        while self._interrupt is None and (message := self._next_message(0.0)) is not None:
-            if message["kind"] == INTERRUPT:
-                self._interrupt = message
-        return self._interrupt is not None
+        while not self._is_interrupted and (message := self._next_message(0.0)) is not None:
+            self._is_interrupted = message["kind"] == INTERRUPT
+        return self._is_interrupted
 
     def _next_message(self, seconds: float | None) -> dict[str, Any] | None:
         """Return the next message, None if none has come for so long. Raises TransportUnavailableError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -152,3 +153,13 @@ def spans(ranks: list[int]) -> str:
     begins = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     return ", ".join(f"{begin}-{end}" if end > begin else f"{begin}" for begin, end in zip(begins, ends, strict=True))
+
+
+def exit_status(code: int) -> int:
+    """Return the shell's status for a return code of ``subprocess``."""
+    return code if code >= 0 else 128 - code
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; real-time signals have no names."""
+    return signal.Signals(number).name if number in set(signal.Signals) else "with no name"

@@ -20,13 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import cloudpickle
-
 from hvdkit.environments.failure_record import NOTE, RESULT, write_all
 from hvdkit.launch import LaunchError
+from hvdkit.launch.worker import FUNCTION
 
-FUNCTION, RESULTS, FAILURE = "function", "result", "failure.json"  # files of a call, the second with a rank behind it
-VARIABLE = "HVDKIT_FUNCTION_FILE"
+# Files of a call, the second with a rank behind it. The first two are in base 64.
+FUNCTION_NAME, RESULT_NAME, FAILURE_NAME = "function", "result", "failure.json"
 _CHUNK = 3 << 14  # bytes of a result in a line
 _ENDING_SECONDS = 30.0  # for hvdkitrun to end all ranks after Ctrl-C
 
@@ -92,6 +91,8 @@ def run(
         >>> hvdkit.run(train, args=(10,), np=2)
         [0, 10]
     """
+    import cloudpickle  # the launcher, which keeps results by this module, does without
+
     if hosts is not None and hostfile is not None:
         raise ValueError("run(): both hosts and hostfile are given\nHINT: give one of them")
     if use_gloo and use_mpi:
@@ -118,7 +119,7 @@ def run(
         argv += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     with tempfile.TemporaryDirectory(prefix="hvdkit-run-") as folder:
         content = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
-        Path(folder, FUNCTION).write_bytes(content)
+        Path(folder, FUNCTION_NAME).write_bytes(base64.b64encode(content))
         command = [executable or sys.executable, "-m", "hvdkit.launch.function"]
         _run_to_end([sys.executable, "-m", "hvdkit.launch", *argv, "--function-folder", folder, *command], folder)
         return _results(folder)
@@ -147,7 +148,7 @@ def _run_to_end(argv: list[str], folder: str) -> None:
             thread.join(_ENDING_SECONDS)
     if status == 0:
         return
-    failure = Path(folder, FAILURE)
+    failure = Path(folder, FAILURE_NAME)
     if failure.exists():
         facts = json.loads(failure.read_text())
         raise RankFailedError(f"rank {facts['rank']} failed:\n{facts['traceback']}", facts["rank"])
@@ -166,8 +167,10 @@ def _copy(source: IO[str], sink: Any, last: list[str]) -> None:
 
 
 def _results(folder: str) -> list[Any]:
-    paths = sorted(Path(folder).glob(f"{RESULTS}.*"), key=lambda path: int(path.suffix[1:]))
-    contents = [path.read_bytes() for path in paths]
+    import cloudpickle
+
+    paths = sorted(Path(folder).glob(f"{RESULT_NAME}.*"), key=lambda path: int(path.suffix[1:]))
+    contents = [base64.b64decode(path.read_bytes()) for path in paths]
     for rank, content in enumerate(contents):
         if not content:
             raise RankFailedError(f"rank {rank} ended before the function returned, by sys.exit() or os._exit()", rank)
@@ -178,18 +181,20 @@ def _results(folder: str) -> list[Any]:
 def keep_results(folder: Path, results: Mapping[int, bytes], size: int) -> None:
     """Write the result of each rank, in base 64, into the folder of the call: nothing where a rank sent none."""
     for rank in range(size):
-        Path(folder, f"{RESULTS}.{rank}").write_bytes(base64.b64decode(results.get(rank, b"")))
+        Path(folder, f"{RESULT_NAME}.{rank}").write_bytes(results.get(rank, b""))
 
 
 def keep_failure(folder: Path, rank: int, traceback: str) -> None:
     """Write the failure of a rank into the folder of the call."""
-    Path(folder, FAILURE).write_text(json.dumps({"rank": rank, "traceback": traceback}))
+    Path(folder, FAILURE_NAME).write_text(json.dumps({"rank": rank, "traceback": traceback}))
 
 
 def main() -> None:
     """Run the function in a rank, and send its result to the launcher."""
-    with open(os.environ.pop(VARIABLE), "rb") as file:
-        func, args, kwargs = cloudpickle.loads(file.read())
+    import cloudpickle
+
+    with open(os.environ.pop(FUNCTION), "rb") as file:
+        func, args, kwargs = cloudpickle.loads(base64.b64decode(file.read()))
     result = cloudpickle.dumps(func(*args, **kwargs))
     sys.stdout.flush()
     sys.stderr.flush()

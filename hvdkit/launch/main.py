@@ -20,7 +20,8 @@ from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import CommandNotFoundError, LaunchError, failures, gloo, mpi, options
 from hvdkit.launch.elastic.run import run_elastic
-from hvdkit.launch.function import keep_failure, keep_results
+from hvdkit.launch.failures import exit_status, signal_name
+from hvdkit.launch.function import FUNCTION_NAME, keep_failure, keep_results
 from hvdkit.launch.hosts import assign_slots
 from hvdkit.launch.job import LaunchJob, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
@@ -65,11 +66,6 @@ def say(text: str) -> None:
     print(f"hvdkitrun: {text}", file=sys.stderr, flush=True)
 
 
-def exit_status(code: int) -> int:
-    """Return the shell's status for a return code of ``subprocess``."""
-    return code if code >= 0 else 128 - code
-
-
 def run(chosen: Options) -> int:
     """Start the job and stay until it has ended. Return the exit status."""
     if chosen.elastic is not None:
@@ -102,7 +98,7 @@ def run(chosen: Options) -> int:
         if remote:
             hint = "give use_gloo=True, or start a script with hvdkitrun"
             raise LaunchError(f"hvdkit.run cannot send a function to other hosts by mpirun\nHINT: {hint}")
-        environment[FUNCTION] = str(chosen.function_folder / "function")
+        environment[FUNCTION] = str(chosen.function_folder / FUNCTION_NAME)
     return run_mpi(replace(job, environment=environment), controller.mpirun)
 
 
@@ -281,8 +277,3 @@ def report_failure(job: LaunchJob, failure: RankFailure, at: float) -> int:
     # A host's name is that which its ranks print.
     say(f"rank {first} on {socket.gethostname() if is_local(host) else host} {how}")
     return exit_status(code)
-
-
-def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; real-time signals have no names."""
-    return signal.Signals(number).name if number in set(signal.Signals) else "with no name"

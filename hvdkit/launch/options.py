@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import hvdkit
 from hvdkit import config
 from hvdkit.launch import UsageError, horovod_flags
 from hvdkit.launch.elastic import flags as elastic_flags
+from hvdkit.launch.function import FUNCTION_NAME
 from hvdkit.launch.hosts import Host, parse_hostfile, parse_hosts
 
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -159,7 +159,7 @@ def parse(argv: Sequence[str]) -> Options | None:
     folder = arguments.function_folder
     return Options(
         command=command,
-        function="" if folder is None else base64.b64encode((folder / "function").read_bytes()).decode(),
+        function="" if folder is None else (folder / FUNCTION_NAME).read_text(),
         function_folder=folder,
         size=size,
         hosts=named_hosts or [Host("localhost", size if elastic is None else elastic.limits.most)],

@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from subprocess import PIPE
+from typing import Any
 
 import psutil
 
@@ -41,7 +42,7 @@ class Child:
 
     command: list[str]  # of the rank, or of mpirun, as its environment
     environment: dict[str, str]
-    receive: Callable[[str, bytes], None]  # called with the stream's name and what the command printed
+    receive: Callable[[str, bytes], None] = lambda stream, data: None  # called with a stream's name and its bytes
     remote: list[str] = field(default_factory=list)  # the ssh command that starts the worker, if it is elsewhere
     pass_fds: tuple[int, ...] = ()  # descriptors that the command gets; they are closed here when it has started
     secret: str = field(default="", repr=False)  # goes to the worker by standard input, and to the command in a file
@@ -50,9 +51,9 @@ class Child:
     is_ending: Callable[[], bool] = lambda: False  # for mpirun: True once it has announced its end
     has_ended: Callable[[], bool] | None = None  # for mpirun: True once each of its ranks has ended when asked to
 
-    def header(self, stop_grace: float) -> bytes:
-        """Return the first line of the worker's input."""
-        header = {
+    def header(self, stop_grace: float) -> dict[str, Any]:
+        """Return the first line of the worker's input, as an object of JSON."""
+        return {
             "command": self.command,
             "environment": self.environment,
             "pass_fds": self.pass_fds,
@@ -64,7 +65,6 @@ class Child:
             "relays": self.has_ended is not None,
             "is_remote": bool(self.remote),
         }
-        return json.dumps(header).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,31 @@ class Outcome:
 def supervise(children: list[Child], stop_grace: float) -> Outcome:
     """Start the children and stay until all have ended. ``stop_grace``: the seconds that SIGTERM leaves to ranks."""
     worker.adopt_orphans()
+    with signals_as_bytes() as wake:
+        supervisor, outcome = _Supervisor(children, wake, stop_grace), None
+        try:
+            outcome = supervisor.loop()
+        finally:
+            # After success, processes that left their rank's process group on purpose may stay.
+            if outcome != Outcome():
+                supervisor.kill()
+    return outcome
+
+
+@contextlib.contextmanager
+def signals_as_bytes() -> Iterator[int]:
+    """Have SIGCHLD and the signals that stop a job arrive as bytes at a descriptor, which is yielded."""
     # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
     signals = [number for number in worker.STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *signals)}
     wake = worker.wake_on_signals(signals)
-    supervisor, outcome = _Supervisor(children, wake, stop_grace), None
     try:
-        outcome = supervisor.loop()
+        yield wake
     finally:
-        # After success, processes that left their rank's process group on purpose may stay.
-        if outcome != Outcome():
-            supervisor.kill()
         for number, handler in handlers.items():  # so that signals end the reports that follow
             signal.signal(number, handler)
         os.close(signal.set_wakeup_fd(-1))
         os.close(wake)
-    return outcome
 
 
 class _Supervisor:
@@ -143,7 +152,7 @@ class _Supervisor:
         for descriptor in child.pass_fds:
             os.close(descriptor)
         self.processes.append(process)
-        _write(process, child.header(self.stop_grace))
+        _write(process, json.dumps(child.header(self.stop_grace)).encode() + b"\n")
         for stream, file in zip(STREAMS, (process.stdout, process.stderr), strict=True):
             assert file is not None
             self.selector.register(file, selectors.EVENT_READ, (child, stream))

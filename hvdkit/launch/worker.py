@@ -15,7 +15,6 @@ standard library alone.
 
 from __future__ import annotations
 
-import base64
 import bisect
 import contextlib
 import ctypes
@@ -38,8 +37,7 @@ STOP = b"stop\n"
 # The lines on stderr that hvdkitrun takes out, and the variables, are those of environments/ and launch/function.
 INIT, ENDED = b"\x1ehvdkit note init\n", b"\x1ehvdkit note ended\n"
 INIT_PIPE = "HVDKIT_INIT_PIPE"
-TORCH_PLACE = "HVDKIT_TORCH_PLACE"
-FUNCTION = "HVDKIT_FUNCTION_FILE"
+TORCH_PLACE, FUNCTION = "HVDKIT_TORCH_PLACE", "HVDKIT_FUNCTION_FILE"
 RELAY = signal.SIGURG
 LOOK_SECONDS = 0.5  # between two looks at what is left, and two signals to an mpirun that may not listen yet
 # Signals that mpirun forwards to the process group of a rank, and that its worker must survive.
@@ -57,21 +55,23 @@ def read_header() -> dict[str, Any] | None:
     return header if data.endswith(b"}\n") else None
 
 
-def nameless_file(content: bytes) -> str:
+def nameless_file(content: str) -> str:
     """Return the path of a nameless file, which ends with this process and only its user can read."""
-    os.fchmod(descriptor := os.memfd_create("hvdkit"), 0o600)
-    os.write(descriptor, content)
+    descriptor = os.memfd_create("hvdkit")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, content.encode())
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the command in its own session, so that signals of a terminal or a group do not reach it."""
     environment = {**(os.environ if header["is_remote"] else {}), **header["environment"]}
-    environment |= {name: os.environ[name] for name in (INIT_PIPE,) if name in os.environ}
+    if INIT_PIPE in os.environ:
+        environment[INIT_PIPE] = os.environ[INIT_PIPE]
     if header["secret"] and hasattr(os, "memfd_create"):  # Python may have been built for a system without it
-        environment["HVDKIT_SECRET_FILE"] = nameless_file(header["secret"].encode())
+        environment["HVDKIT_SECRET_FILE"] = nameless_file(header["secret"])
     if header["function"]:
-        environment[FUNCTION] = nameless_file(base64.b64decode(header["function"]))
+        environment[FUNCTION] = nameless_file(header["function"])
     try:
         os.chdir(header["folder"])
     except OSError as error:

@@ -38,7 +38,10 @@ def test_ranks_form_new_generations(module, name):
     run_scenario(module, name)
 
 
-QUICK = {"kills with a commit in each third batch", "transfers", "deaths while synchronising", "callbacks", "variables"}
+QUICK = {
+    "kills with a commit in each third batch", "transfers", "deaths while forming", "deaths while synchronising",
+    "callbacks", "two functions", "variables",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from hvdkit.environments.elastic import DISMISSAL, INTERRUPT, TICKET
 from hvdkit.environments.ticket import Member, Ticket
@@ -27,11 +27,13 @@ from hvdkit.launch.elastic.job import ElasticJob
 from hvdkit.launch.elastic.membership import Membership
 from hvdkit.launch.elastic.printer import Printer
 from hvdkit.launch.elastic.slots import ProcessSlot
-from hvdkit.launch.supervise import GRACE_SECONDS
+from hvdkit.launch.ssh import is_local
+from hvdkit.launch.supervise import Child
 
 ENDING_SECONDS = agent.END_SECONDS + 1.0  # for the agents to end
-LOOK_SECONDS = 0.1  # between two looks at a script that finds hosts
+POLL_SECONDS = 0.1  # between two looks whether a script that finds hosts has ended
 _FOR_EVER = 3600.0
+_is_local = cache(is_local)
 
 
 @dataclass
@@ -45,19 +47,25 @@ class _Process:
     is_dismissed: bool = False
 
 
+class ProcessEnd(NamedTuple):
+    """The end of a process. ``rank``: its number, where it never had a rank. ``code``: as in subprocess."""
+
+    process: int
+    rank: int
+    code: int
+
+
 @dataclass
 class ElasticOutcome:
     """The end of an elastic job.
 
-    ``reason``: why it failed, "" for success. ``signal``: that ended it. ``failed``: the processes that failed in its
-    last generation, in their order, with their return codes as in subprocess. ``finished``: those that succeeded in it,
-    with their ranks.
+    ``reason``: the reason of its failure, "" for success. ``signal``: the signal that ended it. ``ends``: the processes
+    that ended in its last generation, in their order.
     """
 
     reason: str | None = None
     signal: int | None = None
-    failed: dict[int, int] = field(default_factory=dict)
-    finished: dict[int, int] = field(default_factory=dict)
+    ends: list[ProcessEnd] = field(default_factory=list)
 
 
 class ElasticDriver:
@@ -70,7 +78,6 @@ class ElasticDriver:
         self._static = None if isinstance(hosts, Discovery) else hosts
         self._hosts: dict[str, AgentHost] = {}
         self._processes: dict[int, _Process] = {}
-        self._members: tuple[int, ...] = ()
         self._losses: list[Callable[[], str]] = []  # of members, since the last generation began: how to tell of them
         self._outcome = ElasticOutcome()
         self._closes_at = math.inf  # when the agents are told to end, if processes save until then
@@ -102,7 +109,7 @@ class ElasticDriver:
         """Wait for news, and act on it and on the time."""
         now = time.monotonic()
         times = [now + _FOR_EVER, self._membership.wakes_at(), *(host.lost_at for host in self._hosts.values())]
-        times += [self._closes_at, self._ends_at, now + LOOK_SECONDS if self._discovery is not None else math.inf]
+        times += [self._closes_at, self._ends_at, now + POLL_SECONDS if self._discovery is not None else math.inf]
         for host in self._hosts.values():
             is_waiting = host.channel.writing in self._selector.get_map()
             if host.channel.has_more and not is_waiting:
@@ -162,15 +169,15 @@ class ElasticDriver:
 
     def _note_end(self, process: _Process, number: int, code: int) -> None:
         code = 128 - code if process.host.is_remote and code > 128 else code  # its worker saw a signal
-        if code and self._outcome.reason is None and not process.is_dismissed:
-            self._outcome.failed[number] = code
+        if not process.is_dismissed and (not code or self._outcome.reason is None):
+            rank = number if process.rank is None else process.rank  # the first processes are numbered as ranks are
+            self._outcome.ends.append(ProcessEnd(number, rank, code))
+        if code and not process.is_dismissed and self._outcome.reason is None:
             fact = self._job.end_of(number, process.rank, process.host.name, code)
             if process.rank is None:
                 self._say(partial(self._job.with_error, f"{fact} before it was ready", number))
             else:
                 self._losses.append(partial(self._job.with_error, fact, number))
-        elif not code and not process.is_dismissed:  # the first processes are numbered as ranks are
-            self._outcome.finished[number] = number if process.rank is None else process.rank
         self._do(self._membership.ended(time.monotonic(), number, code == 0))
 
     def _lose(self, host: AgentHost) -> None:
@@ -185,9 +192,9 @@ class ElasticDriver:
         host.kill()
         if self._outcome.reason is None:
             lost = [number for number, process in self._processes.items() if process.host is host]
-            ranks = sorted(rank for number in lost if (rank := self._processes.pop(number).rank) is not None)
+            ranks = [self._processes.pop(number).rank for number in lost]
             fact = f"host {host.name} is lost: {host.why()}"
-            if ranks:
+            if any(rank is not None for rank in ranks):
                 self._losses.append(lambda: fact)
             else:
                 self._say(lambda: fact)
@@ -244,7 +251,7 @@ class ElasticDriver:
         slot, job = start.slot, self._job
         host = self._hosts.get(slot.host)
         if host is None:
-            remote = [] if job.is_local(slot.host) else job.ssh.argv(slot.host, AGENT)
+            remote = [] if _is_local(slot.host) else job.ssh.argv(slot.host, AGENT)
             host = AgentHost(slot.host, remote, time.monotonic(), job.deadline, job.options.start_timeout)
             self._hosts[slot.host] = host
             self._selector.register(host.channel.reading, selectors.EVENT_READ, host)
@@ -253,18 +260,9 @@ class ElasticDriver:
         here = sum(name == slot.host for name, _ in places)
         offer = min(start.worker, len(places) - 1), len(places), slot.number, here
         self._processes[start.worker] = _Process(host, slot.number)
-        header = {
-            "command": job.options.command,
-            "environment": job.environment_of(slot.host, offer, host.is_remote),
-            "secret": "",
-            "function": job.options.function,
-            "scratch": "",
-            "folder": os.getcwd(),
-            "graces": (GRACE_SECONDS, job.options.stop_grace),
-            "relays": False,
-            "is_remote": host.is_remote,
-        }
-        host.send(agent.START, start.worker, header)
+        environment = job.environment_of(slot.host, offer, host.is_remote)
+        child = Child(job.options.command, environment, remote=host.remote, function=job.options.function)
+        host.send(agent.START, start.worker, child.header(job.options.stop_grace))
 
     def _form(self, form: Form) -> None:
         """Send the tickets of a generation."""
@@ -272,7 +270,7 @@ class ElasticDriver:
         if form.generation > 1:
             losses, goes_on = self._losses, f"the job goes on with {len(members)} rank{'s' * (len(members) > 1)}"
             self._say(lambda: "; ".join([*(loss() for loss in losses), goes_on]))
-        self._losses, self._outcome.failed, self._outcome.finished, self._members = [], {}, {}, form.workers
+        self._losses, self._outcome.ends = [], []
         self._printer.put(self._job.output.failures.clear)
         places = tuple(
             Member(process.host.name, process.slot, process.address, number)

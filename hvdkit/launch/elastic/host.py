@@ -26,23 +26,19 @@ class AgentHost:
     """
 
     def __init__(self, name: str, remote: list[str], now: float, deadline: float, start_timeout: float) -> None:
-        self.name, self.is_remote = name, bool(remote)
+        self.name, self.remote, self.is_remote = name, remote, bool(remote)
         self._agent = subprocess.Popen(remote or AGENT, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)  # noqa: S603
         files = self._agent.stdin, self._agent.stdout, self._agent.stderr
         writing, reading, self.errors = (file.fileno() for file in files if file is not None)
         self.channel = Channel(reading, writing)
         os.set_blocking(self.errors, False)
         self._deadline = deadline if self.is_remote else math.inf  # on this machine both ends live and die together
-        self._silent_at = now + start_timeout if self.is_remote else math.inf
+        # From then on the host counts as lost, and its processes are dead.
+        self.lost_at = now + start_timeout if self.is_remote else math.inf
         self.printed = 0  # bytes of its processes' output
         self.reason = ""  # for its loss
         self.messages = b""  # of ssh and of the agent
         self.send(agent.CONFIGURE, 0, {"deadline": self._deadline})
-
-    @property
-    def lost_at(self) -> float:
-        """Return the time from which this host counts as lost: its processes are dead by then."""
-        return self._silent_at
 
     def send(self, kind: int, process: int = 0, values: Any = None, payload: bytes = b"") -> None:
         """Send an order, with values as JSON or with a payload. The loss of the agent is noticed when reading."""
@@ -56,7 +52,7 @@ class AgentHost:
             if frame.kind == agent.BEAT:
                 sent_at, _ = BEAT_FORMAT.unpack(frame.payload)
                 self.send(ECHO, payload=BEAT_FORMAT.pack(sent_at, self.printed))
-                self._silent_at = now + self._deadline + END_SECONDS
+                self.lost_at = now + self._deadline + END_SECONDS
         return frames
 
     def read_errors(self) -> bool:

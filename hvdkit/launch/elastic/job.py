@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdkit.environments import network
 from hvdkit.environments.elastic import ADDRESS, HOST
 from hvdkit.launch.elastic.actions import Limits
-from hvdkit.launch.failures import shortened
+from hvdkit.launch.failures import shortened, signal_name
 from hvdkit.launch.job import for_other_hosts
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import Output
-from hvdkit.launch.ssh import Ssh, is_local
+from hvdkit.launch.ssh import Ssh
 
 Offer = tuple[int, int, int, int]  # rank, size, local rank, local size
 
@@ -32,12 +30,6 @@ class ElasticJob:
     deadline: float
     own_address: str  # at which other hosts reach this one
     say: Callable[[str], None]
-
-    @staticmethod
-    @functools.cache
-    def is_local(host: str) -> bool:
-        """True if the name means this machine."""
-        return is_local(host)
 
     def environment_of(self, host: str, offer: Offer, is_remote: bool) -> dict[str, str]:
         """Return the variables of a process: the job's, and the place that it may expect, by Horovod's names."""
@@ -63,10 +55,7 @@ class ElasticJob:
 
     def end_of(self, process: int, rank: int | None, host: str, code: int) -> str:
         """Return the words for the end of a process that failed."""
-        how = f"exited with code {code}"
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else "without a name"
-            how = f"was killed by signal {name} ({-code})"
+        how = f"was killed by signal {signal_name(-code)} ({-code})" if code < 0 else f"exited with code {code}"
         return f"{self.name_of(process, rank, host)} {how}"
 
     def with_error(self, text: str, process: int) -> str:

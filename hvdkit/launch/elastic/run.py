@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from hvdkit import config
-from hvdkit.launch import worker
 from hvdkit.launch.elastic.discovery import Discovery
 from hvdkit.launch.elastic.driver import ElasticDriver, ElasticOutcome
 from hvdkit.launch.elastic.job import ElasticJob, address_here
+from hvdkit.launch.failures import exit_status, signal_name
 from hvdkit.launch.function import keep_failure, keep_results
 from hvdkit.launch.options import Options
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh, is_local
+from hvdkit.launch.supervise import signals_as_bytes
 
 
 def run_elastic(chosen: Options, environment: dict[str, str], say: Callable[[str], None]) -> int:
@@ -37,49 +36,35 @@ def run_elastic(chosen: Options, environment: dict[str, str], say: Callable[[str
     )
     hosts = {host.name: host.slots for host in chosen.hosts}
     source = hosts if elastic.script is None else Discovery(elastic.script, elastic.slots_per_host, say)
-    with _signals() as wake:
+    with signals_as_bytes() as wake:
         outcome = ElasticDriver(job, source, wake).run()
     output.close()
     return report(job, outcome)
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[int]:
-    """Have signals arrive as bytes at a descriptor."""
-    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background.
-    signals = [number for number in worker.STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *signals)}
-    wake = worker.wake_on_signals(signals)
-    try:
-        yield wake
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        os.close(signal.set_wakeup_fd(-1))
-        os.close(wake)
-
-
 def report(job: ElasticJob, outcome: ElasticOutcome) -> int:
     """Tell how the job ended. Return the exit status."""
-    output, folder = job.output, job.options.output_folder
-    failures = output.failures
+    output, folder = job.output, job.options.function_folder
     if outcome.signal is not None:
-        job.say(f"ended all processes after {signal.Signals(outcome.signal).name}")
-        return 128 + outcome.signal
+        job.say(f"ended all processes after {signal_name(outcome.signal)}")
+        return exit_status(-outcome.signal)
     if not outcome.reason:
-        if job.options.function_folder is not None:
-            results = {rank: output.results[number] for number, rank in outcome.finished.items()}
-            keep_results(job.options.function_folder, results, len(results))
+        if folder is not None:
+            results = {end.rank: output.results[end.process] for end in outcome.ends}
+            keep_results(folder, results, len(results))
         return 0
-    number, code = next(iter(outcome.failed.items()), (None, 1))
-    if job.options.function_folder is not None and number is not None:
-        keep_failure(job.options.function_folder, number, failures.tracebacks.get(number) or outcome.reason)
-    failures.show_rest(number if number in failures.records else None, folder)
-    if number is not None:
-        # The words and the form by which Horovod's users and their scripts know the end of a job.
-        job.say(
-            "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
-            f"terminated. The first process to do so was:\nProcess name: {number}\nExit code: {code}"
-        )
+    failed = next((end for end in outcome.ends if end.code), None)
+    is_told = failed is not None and failed.process in output.failures.records
+    output.failures.show_rest(failed.process if failed is not None and is_told else None, job.options.output_folder)
+    if failed is None:
+        job.say(f"the job ended: {outcome.reason}")
+        return 1
+    if folder is not None:
+        keep_failure(folder, failed.rank, output.failures.tracebacks.get(failed.process) or outcome.reason)
+    # The words and the form by which Horovod's users and their scripts know the end of a job.
+    job.say(
+        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
+        f"terminated. The first process to do so was:\nProcess name: {failed.process}\nExit code: {failed.code}"
+    )
     job.say(f"the job ended: {outcome.reason}")
-    return code if code >= 0 else 128 - code
+    return exit_status(failed.code)

@@ -19,15 +19,15 @@ class Snapshot:
     """A copy of a state_dict. Taking another copy of the same shapes uses the same memory."""
 
     def __init__(self) -> None:
-        self._kept: Any = None
+        self.kept: Any = None
 
     def take(self, tree: Any) -> None:
         """Copy a tree of dicts, lists, tensors and other objects."""
-        self._kept = _copied(tree, self._kept)
+        self.kept = _copied(tree, self.kept)
 
     def give(self) -> Any:
         """Return a copy of the copy, for an owner that may change it."""
-        return _copied(self._kept, None)
+        return _copied(self.kept, None)
 
 
 def _copied(value: Any, kept: Any) -> Any:
@@ -52,7 +52,7 @@ def _copied(value: Any, kept: Any) -> Any:
 
 
 class StateHandler:
-    """The part of a state that one object has. Subclasses define ``sync``.
+    """The part of a state that one object has.
 
     ``value``: an object with ``state_dict`` and ``load_state_dict``.
     """
@@ -87,7 +87,7 @@ class ModelStateHandler(StateHandler):
     """The state of a model: its parameters and buffers."""
 
     def restore(self) -> None:
-        self.value.load_state_dict(self._snapshot._kept)  # which the model copies
+        self.value.load_state_dict(self._snapshot.kept)  # which the model copies
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
