@@ -64,7 +64,7 @@ class Generation:
     life: Life = Life.CONNECTING
     entered: int = 0
     receivers: int = 0  # members that still lack the state
-    deaths: int = 0  # of members, other than by their success
+    deaths: int = 0  # of members, other than by their success, before it broke
     hangs: int = 0
     is_unconnected: bool = False  # it broke because a host is unreachable
 
@@ -203,7 +203,7 @@ class World:
         self.send(process.host, "ended", process.number, succeeded)
         generation = process.generation
         if generation is not None and generation is self.generations[-1]:
-            generation.deaths += not succeeded
+            generation.deaths += not succeeded and generation.life != Life.BROKEN
             self._break(generation, process)
 
     def hang(self, process: Process) -> None:
@@ -229,7 +229,7 @@ class World:
 
     def interrupt(self, process: Process) -> None:
         """Carry out an interrupt, which a process reads at its next commit; while it waits for a ticket it does not."""
-        if process.state == State.MEMBER:
+        if self._does(process, self.interrupt, process) and process.state == State.MEMBER:
             process.is_interrupted = True
 
     def dismiss(self, process: Process) -> None:
