@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.api.elastic import ObjectState, State, VariablesState, run
+from hvdkit.api.elastic import ObjectState, State, run
+from hvdkit.api.variables import VariablesState, stepped_by
 from hvdkit.tensorflow.functions import broadcast_variables
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -64,3 +66,6 @@ class TensorFlowKerasState(TensorFlowState):
     def _variables(self) -> list[Any]:
         variables = getattr(self.optimizer, "variables", ())
         return [*self.model.variables, *(variables() if callable(variables) else variables)]
+
+    def _stepped(self) -> tuple[int, Collection[int]]:
+        return stepped_by(self.optimizer, self.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 
 import hvdkit
+import hvdkit.torch as hvd
+from hvdkit.environments import elastic
 from tests.elastic.job import Answer, ElasticJob, Rank, newness, run
-from tests.elastic.training import rank_that_trains
+from tests.elastic.training import DisturbedState, OwnSyncState, rank_that_trains
 
 PLACES = [("here", slot) for slot in range(4)]
 
@@ -102,9 +105,9 @@ def deaths_while_forming() -> None:
     finish(job)
 
 
-def deaths_while_synchronising(batches_per_commit: int) -> None:
+def deaths_while_synchronising(batches_per_commit: int, kind: type[DisturbedState] = DisturbedState) -> None:
     """The rank that sends the state dies, or a new one that receives it: others go on where they were."""
-    job = ElasticJob(lambda rank: rank_that_trains(rank, batches_per_commit), PLACES[:3])
+    job = ElasticJob(lambda rank: rank_that_trains(rank, batches_per_commit, kind), PLACES[:3])
     begin(job)
     for index in (0, 3, 1, 0):
         time.sleep(0.05)
@@ -139,10 +142,110 @@ def checks(failing: int) -> None:
     asked, begun = begin(job)
     assert [ask["failed"] for ask in asked] == [rank == failing for rank in range(4)]
     assert [ask["steps"] for ask in asked] == [0] * 4
-    assert begun[0]["batch"] == asked[0]["batch"]
-    assert (begun[0]["batch"] > 0) == (failing != 0)  # which returns to its last commit, and has rank 0
+    assert asked[failing]["batch"] == 0  # which returned to its last commit
+    assert begun[0]["batch"] == asked[1 - failing]["batch"] > 0
     time.sleep(0.1)
     finish(job)
+
+
+def rank_of_samples(rank: Rank) -> None:
+    """Train on each sample of an order once. A rank dies directly behind a step, if the order says so.
+
+    Between step and commit the loss is reduced, in which the others fail then. The parameter counts steps.
+    """
+    elastic._launcher = rank  # type: ignore[assignment]
+    hvd.init()
+    counter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([counter], lr=1.0), [("counter", counter)])
+    sampler = hvd.elastic.ElasticSampler(range(1000), exact=True, batch_size=2)
+    state = hvd.elastic.TorchState(torch.nn.ParameterList([counter]), optimizer, sampler=sampler)
+    seen: list[list[int]] = []  # the samples of each step since the generation began
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        rank.send(steps=-int(counter.item()), done=sampler.processed_num, seen=seen)
+        seen.clear()
+        order = iter(sampler)
+        while not rank.order.get("ends"):
+            seen.append([next(order), next(order)])
+            optimizer.zero_grad()
+            counter.sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if rank.order["dies"] == [hvd.rank(), -int(counter.item())]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.allreduce(torch.ones(1), name="loss")
+            state.commit()
+
+    train(state)
+
+
+def failures_behind_a_step() -> None:
+    """A step that was applied and not committed stays, with its place in the data: no sample is lost or repeated."""
+    job = ElasticJob(rank_of_samples, PLACES)
+    order = list(range(1000))
+    random.Random(0).shuffle(order)
+    size, done, steps = 4, 0, 0
+    for dying, last in ((2, 7), (0, 19)):
+        job.form(dies=[dying, last])
+        assert [(each["steps"], each["done"]) for each in job.reports()] == [(steps, done)] * size
+        job.workers.pop(dying).wait()
+        begins = [done + number * 2 * size for number in range(last - steps)]
+        done, steps = begins[-1] + 2 * size, last
+        # Rank 1 of either generation survives, and is rank 1 or 0 of the next one.
+        expected = [[order[begin + 1], order[begin + size + 1]] for begin in begins]
+        size -= 1
+        job.form(ends=True) if size == 2 else None
+    ends = job.reports()
+    assert [(each["steps"], each["done"]) for each in ends] == [(steps, done)] * size
+    assert ends[0]["seen"] == expected
+    assert [worker.wait() for worker in job.workers] == [0, 0]
+
+
+def rank_that_compresses(rank: Rank) -> None:
+    """Train with top-k; tell with each question the sums of what was sent, is kept here, and was computed here."""
+    elastic._launcher = rank  # type: ignore[assignment]
+    hvd.init()
+    weights = torch.nn.Parameter(torch.zeros(4096))
+    codec = hvd.Compression.topk(0.01, compress="everywhere")
+    plain = torch.optim.SGD([weights], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, [("weights", weights)], compression={"*": codec}, op=hvd.Sum)
+    state = hvd.elastic.TorchState(torch.nn.ParameterList([weights]), optimizer, batch=0)
+    rank.facts["computed"] = 0.0
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        while True:
+            gradient = torch.randn(4096, generator=torch.Generator().manual_seed(100 * state.batch + hvd.rank()))
+            optimizer.zero_grad()
+            (weights * gradient).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            state.batch += 1
+            kept = optimizer.state_dict()["compression"]["kept"]["weights"].values()
+            rank.facts["kept"] = sum(part.double().sum().item() for part in kept)
+            rank.facts["sent"] = -weights.detach().double().sum().item()
+            rank.facts["computed"] += gradient.double().sum().item()
+            state.commit()
+
+    train(state)
+
+
+def residuals() -> None:
+    """A rank that leaves gives what it has not sent to the others: nothing of any gradient is lost."""
+    job, gone = ElasticJob(rank_that_compresses, PLACES), 0.0
+    job.form()
+    for leaving in (0, 2, 1):
+        time.sleep(0.2)
+        job.workers[-1].send(interrupt=True)
+        asked = {worker: worker.receive() for worker in job.workers}
+        sent, total = asked[job.workers[0]]["sent"], gone + sum(each["computed"] for each in asked.values())
+        kept = [each["kept"] for each in asked.values()]
+        assert abs(total - sent - sum(kept)) < 0.5  # rounding of float32
+        worker = job.workers.pop(leaving)
+        gone += asked.pop(worker)["computed"]
+        worker.send(dismissal=True)
+        assert worker.wait() == 0
+        job.form(asked=asked)
+    job.end()
 
 
 def leave() -> None:
@@ -216,9 +319,12 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "deaths while forming": deaths_while_forming,
     "deaths while synchronising": lambda: deaths_while_synchronising(1),
     "deaths while synchronising without a commit": lambda: deaths_while_synchronising(1000),
+    "deaths while synchronising in a user's way": lambda: deaths_while_synchronising(1, OwnSyncState),
     "deaths in the first generation": deaths_in_the_first_generation,
     "a check that fails on rank 0": lambda: checks(0),
     "a check that fails on rank 1": lambda: checks(1),
+    "failures behind a step": failures_behind_a_step,
+    "residuals": residuals,
     "leave": leave,
     "callbacks": callbacks,
     "versions": versions,

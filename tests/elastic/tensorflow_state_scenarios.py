@@ -77,7 +77,7 @@ def rank_of_variables(rank: Rank) -> None:
 
     @hvd.elastic.run
     def train(state: FatalVariablesState) -> None:
-        rank.send(batch=len(state.sizes), commits=state._commits, first=state.first)
+        rank.send(batch=len(state.sizes), commits=state._version.commits, first=state.first)
         while "last" not in rank.order:
             step(tf.constant(data_of(len(state.sizes), hvd.rank())))
             state.sizes.append(hvd.size())
@@ -145,7 +145,7 @@ def rank_of_fit(rank: Rank, adapter: str) -> None:
 
     @hvd_keras.elastic.run
     def train(state: Any) -> None:
-        rank.send(bits=bits(), epoch=state.epoch, batch=state.batch, commits=state._commits)
+        rank.send(bits=bits(), epoch=state.epoch, batch=state.batch, commits=state._version.commits)
         while "last" not in rank.order:
             callbacks = [
                 hvd_keras.elastic.UpdateBatchStateCallback(state),

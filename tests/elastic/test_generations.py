@@ -21,7 +21,8 @@ STATE_SCENARIOS = {
     "state_scenarios": (
         "kills with a commit in each batch", "kills with a commit in each third batch", "transfers",
         "deaths while forming", "deaths while synchronising", "deaths while synchronising without a commit",
-        "deaths in the first generation",
+        "deaths while synchronising in a user's way", "deaths in the first generation",
+        "failures behind a step", "residuals",
         "a check that fails on rank 0", "a check that fails on rank 1", "leave", "callbacks", "versions",
     ),
     "program_scenarios": ("two functions", "samples"),
@@ -40,7 +41,7 @@ def test_ranks_form_new_generations(module, name):
 
 QUICK = {
     "kills with a commit in each third batch", "transfers", "deaths while forming", "deaths while synchronising",
-    "callbacks", "two functions", "variables",
+    "callbacks", "two functions", "variables", "failures behind a step", "residuals",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hvdkit.engine.session import runtime
-from hvdkit.torch.elastic import ElasticSampler
+from hvdkit.torch.elastic import ElasticSampler, TorchState
 from tests.launch.launching import call_bare
 
 PROGRAM = str(Path(__file__).with_name("torch_program.py"))
@@ -120,8 +120,6 @@ class VersionedLayer(torch.nn.Linear):
 
 def test_a_layer_that_asks_for_the_version_of_its_state_is_restored(monkeypatch):
     at_place(monkeypatch, 0, 1)
-    from hvdkit.torch.elastic import TorchState
-
     layer = VersionedLayer(2, 3)
     state, held = TorchState(layer), layer.weight.detach().clone()
     with torch.no_grad():
@@ -132,8 +130,6 @@ def test_a_layer_that_asks_for_the_version_of_its_state_is_restored(monkeypatch)
 
 def test_a_state_goes_back_to_its_last_save_whatever_changed(monkeypatch):
     at_place(monkeypatch, 0, 1)
-    from hvdkit.torch.elastic import TorchState
-
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     scaler, sampler = torch.amp.GradScaler("cpu", init_scale=8.0), ElasticSampler(range(10))
@@ -162,3 +158,116 @@ def test_a_state_goes_back_to_its_last_save_whatever_changed(monkeypatch):
             assert json.dumps(facts, default=lambda each: each.tolist()) == held
             assert (state.losses, state.best, scaler.get_scale(), sampler.state_dict()) == (losses, None, scale, place)
         assert len(state.losses) == saves
+
+
+class Training:
+    """A model with buffers, two optimizers and an average of the parameters, in a state."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout())
+        self.other, self.average = torch.nn.Linear(4, 1), torch.nn.Linear(3, 4)
+        self.optimizers = [torch.optim.AdamW(self.model.parameters()), torch.optim.SGD(self.other.parameters(), 0.1)]
+        first, second = self.optimizers
+        self.state = TorchState(self.model, first, other=self.other, second=second, average=self.average, batch=0)
+        self.objects = [self.model, self.other, self.average, *self.optimizers]
+
+    def compute(self) -> None:
+        self.other(self.model(torch.randn(5, 3))).square().sum().backward()
+
+    def step(self) -> None:
+        self.compute()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            self.average.weight.lerp_(self.model[0].weight, 0.5)
+        self.state.batch += 1
+
+    def facts(self) -> str:
+        facts = [each.state_dict() for each in self.objects]
+        return json.dumps([facts, self.state.batch, torch.rand(1)], default=lambda each: each.tolist())
+
+    def kept_bytes(self) -> int:
+        """Return the bytes of the copies that the state has."""
+        trees, total = [handler._snapshot.kept for handler in self.state._handlers.values()], 0
+        while trees:
+            tree = trees.pop()
+            trees += tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
+            total += tree.nbytes if isinstance(tree, torch.Tensor) else 0
+        return total
+
+
+@pytest.fixture
+def training(monkeypatch):
+    at_place(monkeypatch, 0, 1)
+    torch.manual_seed(0)
+    return Training()
+
+
+@pytest.mark.parametrize("steps_per_commit", [1, 2])
+def test_a_failed_step_leaves_nothing_behind(training, steps_per_commit):
+    for _ in range(5):
+        for _ in range(steps_per_commit):
+            training.step()
+        training.state.commit()
+    buffers_and_average = 4 * (4 + 4) + 8 + 4 * (12 + 4)
+    assert (training.kept_bytes() == buffers_and_average) == (steps_per_commit == 1)
+    held = training.facts()
+    for _ in range(2):
+        training.state._go_back()  # whence the random numbers of the facts are those of the commit again
+        for _ in range(steps_per_commit - 1):
+            training.step()
+        training.compute()  # which fails before the optimizers step
+        training.optimizers[0].param_groups[0]["lr"] = 7.0
+        training.state.batch = 100
+        training.state._go_back()
+        assert training.facts() == held
+        assert all(parameter.grad is None for parameter in training.model.parameters())
+    assert training.state._version == (5, 0)
+
+
+def test_a_step_of_one_optimizer_that_was_applied_is_kept_where_there_is_no_copy(training):
+    for _ in range(3):
+        training.step()
+        training.state.commit()
+    second = training.other.weight.clone()
+    training.compute()
+    training.optimizers[0].step()
+    first = training.model[0].weight.clone()
+    training.state.batch = 100
+    training.state._go_back()
+    assert torch.equal(training.model[0].weight, first)
+    assert torch.equal(training.other.weight, second)
+    assert training.state.batch == 3
+    assert training.state._version == (3, 1)
+    training.step()
+    training.state.commit()
+    assert training.state._version == (4, 0)
+
+
+def test_an_interrupt_between_two_commits_does_not_look_as_a_commit_in_each_step(training):
+    for _ in range(6):
+        training.step()
+        training.state._interrupt()
+        training.step()
+        training.state.commit()
+    assert training.kept_bytes() > 400
+
+
+def test_optimizers_that_change_parameters_before_their_step_is_over_are_copied(monkeypatch):
+    at_place(monkeypatch, 0, 1)
+    layer = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.LBFGS(layer.parameters())
+    state = TorchState(layer, optimizer)
+    for _ in range(4):
+        optimizer.step(lambda: layer(torch.ones(1, 3)).square().sum())
+        state.commit()
+    held = layer.weight.clone()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    state._go_back()
+    assert torch.equal(layer.weight, held)
+    with pytest.raises(ValueError, match="goes on with the steps of the state"):
+        TorchState(layer, optimizer, sampler=ElasticSampler(range(3), exact=True, batch_size=1))
+    with pytest.raises(ValueError, match="exact=True without batch_size\nHINT: pass that of the DataLoader"):
+        ElasticSampler(range(3), exact=True)

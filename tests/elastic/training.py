@@ -14,6 +14,8 @@ import torch
 import torch._dynamo  # which optimizers load: not in each fork anew
 
 import hvdkit.torch as hvd
+from hvdkit.api import elastic as api
+from hvdkit.api.transfer import send_state
 from hvdkit.environments import elastic
 from hvdkit.errors import HorovodInternalError, HostsUpdatedInterrupt
 from tests.elastic.job import Rank
@@ -69,14 +71,17 @@ class DisturbedState(hvd.elastic.TorchState):
         super().save()
         self.launcher.facts["batch"] = self.batch
 
-    def sync(self) -> None:
-        """Synchronise the state, or die in the middle of it."""
+    def send(self, content: object, root: int, receivers: list[int]) -> object:
+        """Send the state, or die: the rank that sends it while it does so, another while it waits."""
         self.syncs += 1
         if self.launcher.order.get("dies_as") == hvd.rank():
-            for name in ("scheduler", "model"):  # a part of what is sent, in the usual order
-                self._handlers[name].sync()
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().sync()
+            if hvd.rank() != root:
+                os.kill(os.getpid(), signal.SIGKILL)
+            content = Deadly()
+        return send_state(content, root, receivers)
+
+    def _take(self, content: object) -> None:
+        super()._take(content)
         self.launcher.facts["batch"] = self.batch
 
     def restore(self) -> None:
@@ -93,22 +98,45 @@ class DisturbedState(hvd.elastic.TorchState):
             raise
 
 
-def rank_that_trains(rank: Rank, batches_per_commit: int = 1) -> None:
+class Deadly:
+    """An object that kills the process which pickles it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ()
+
+
+class OwnSyncState(DisturbedState):
+    """A state with its own way to send itself, as users write it."""
+
+    def sync(self) -> None:
+        """Synchronise the state, or die in the middle of it."""
+        self.syncs += 1
+        if self.launcher.order.get("dies_as") == hvd.rank():
+            for name in ("scheduler", "model"):  # a part of what is sent, in the usual order
+                self._handlers[name].sync()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().sync()
+        self.launcher.facts["batch"] = self.batch
+
+
+def rank_that_trains(rank: Rank, batches_per_commit: int = 1, kind: type[DisturbedState] = DisturbedState) -> None:
     """Train until a ticket comes with ``last``, the number of batches after which all ranks return."""
     elastic._launcher = rank  # type: ignore[assignment]
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (rank.offer.rank, rank.offer.size)
     model, inner, scheduler = new_training(rank.offer.rank)  # rank 0 gives the others its own
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
-    state = DisturbedState(rank, model, optimizer, scheduler=scheduler, batch=0, sizes=[], first=-1)
+    state = kind(rank, model, optimizer, scheduler=scheduler, batch=0, sizes=[], first=-1)
     state.first = rank.offer.rank  # after the state has saved itself for the first time
+    api.send_state = state.send
     resets: list[list[int]] = []
     state.register_reset_callbacks([lambda: resets.append([hvd.rank(), hvd.size()])])
 
     @hvd.elastic.run
     def train(state: DisturbedState) -> None:
         rank.send(
-            batch=state.batch, sizes=state.sizes, first=state.first, commits=state._commits, syncs=state.syncs,
+            batch=state.batch, sizes=state.sizes, first=state.first, commits=state._version.commits, syncs=state.syncs,
             resets=resets,
         )  # fmt: skip
         while state.batch < rank.order.get("last", ENDLESS):

@@ -43,11 +43,14 @@ class GradientSettings:
         return (1.0 / self.predivide, self.predivide) if self.op is ReduceOp.AVERAGE else (1.0, 1.0)
 
     @property
+    def encodes(self) -> bool:
+        """True if some gradients may be encoded."""
+        return bool(self.policy.by_pattern or (codec_of(self.policy.compression) or CASTS["none"]).encodes)
+
+    @property
     def compressor(self) -> Any:
         """Return the class that compresses tensor by tensor, for gradients that are not in a plan."""
-        policy = self.policy
-        is_other = policy.by_pattern or (codec_of(policy.compression) or CASTS["none"]).encodes
-        return NoneCompressor if is_other else policy.compression
+        return NoneCompressor if self.encodes else self.policy.compression
 
     def label(self, engine: Any) -> str:
         """Return the optimizer's name, which is the same on all ranks; see Pairing."""

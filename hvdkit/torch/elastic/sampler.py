@@ -19,14 +19,33 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     TorchState. When ranks come or go, samples that no rank has processed are shared among the ranks anew. The last
     samples of a share may be repeated, so that all ranks have equally many, as in ``DistributedSampler``.
 
+    With ``exact``, the place in the data goes on with each step of the TorchState's ``optimizer``, at the moment at
+    which the step changes the parameters, so that no full batch is lost or repeated, wherever a rank fails.
+    ``record_batch`` does nothing then.
+
     Args:
         dataset: has a length.
         shuffle: False for the order of the dataset.
         seed: the same on all ranks.
+        exact: needs ``batch_size``.
+        batch_size: the samples of each rank and backward pass.
+
+    Raises:
+        ValueError: ``exact`` without a ``batch_size``.
     """
 
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        seed: int = 0,
+        exact: bool = False,
+        batch_size: int | None = None,
+    ) -> None:
+        if exact and batch_size is None:
+            raise ValueError("ElasticSampler: exact=True without batch_size\nHINT: pass that of the DataLoader.")
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.exact, self.batch_size = exact, batch_size
         self.epoch = self.processed_num = 0
         self.num_replicas, self.rank, self.num_samples, self.total_size = 1, 0, 0, 0
         self.remaining_indices: list[int] = []
@@ -45,7 +64,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that each rank has processed a batch. ``batch_idx`` is not used."""
-        self.processed_num += batch_size * self.num_replicas
+        if not self.exact:
+            self.processed_num += batch_size * self.num_replicas
+
+    def advance(self, passes: int) -> None:
+        """Note that a step has been applied, to which each rank has contributed so many backward passes."""
+        assert self.batch_size is not None
+        self.processed_num = min(len(self._order), self.processed_num + passes * self.batch_size * self.num_replicas)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data."""

@@ -173,6 +173,10 @@ class OptimizerCodecs:
         self._saved = saved
         self.enter(self._lane)
 
+    def hold(self, saved: Saved) -> None:
+        """Go on from a saved state in the next lane; the present one runs no step any more."""
+        self._lane, self._saved = None, saved
+
     def reset(self) -> None:
         """Forget the state."""
         self._saved = None

@@ -164,6 +164,11 @@ class GradientHooks(ParameterHooks):
         """True if a gradient was computed since the last ``reset()``; in a forked child nothing is counted."""
         return bool(self._passes) and not runtime.is_forked()
 
+    @property
+    def is_between_passes(self) -> bool:
+        """True if some, and not all, of a step's backward passes have computed a gradient."""
+        return any(left > 0 for left in self._passes.values())
+
     def reset(self) -> None:
         """Begin a new step, in which every parameter has all its passes before it."""
         self._passes.clear()

@@ -1,0 +1,265 @@
+"""States of an elastic training: what ranks go back to after a failure, and what new ranks receive."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.engine.ops.batch import Handle
+from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.engine.session import runtime
+from hvdkit.environments import elastic
+from hvdkit.errors import HostsUpdatedInterrupt
+from hvdkit.kernels.reduce_op import ReduceOp
+
+logger = logging.getLogger("hvdkit")
+
+_INTERRUPT = "hvdkit.elastic.interrupt"
+# A rank that joins between two commits, or is interrupted there, sees a shorter interval than there is.
+COMMITS_TO_LEARN = 2
+QUICK_SECONDS = 1.0  # between two calls that follow each other quickly
+
+
+class Version(NamedTuple):
+    """The version of a state. Of two ranks, the one with the greater version has the newer state.
+
+    ``commits``: of the job, on whatever ranks. ``changes``: since the last commit, of a state that was saved at an
+    interrupt, and steps that a failure kept.
+    """
+
+    commits: int = 0
+    changes: int = 0
+
+
+class Agreement:
+    """The agreement of ranks on an interrupt, which all calls in one generation make together.
+
+    A call takes the result of the allreduce that the call before has begun, which is there by then. To wait for its own
+    would cost up to 1.5 % of a step of 0.1 s. Where calls are rare it waits, so that an interrupt comes soon.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Handle, npt.NDArray[Any]] | None = None
+        self._called_at = 0.0
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return True on all ranks, at the same call, if this or the call before had True on any. Collective."""
+        waits = True
+        if self._last is not None:
+            handle, numbers = self._last
+            handle.wait()
+            if numbers[0]:
+                return True
+            waits = numbers[1] > QUICK_SECONDS  # on all ranks
+        now = monotonic()
+        numbers, self._called_at = np.array([float(flag), now - self._called_at]), now
+        request, call = ReduceRequest(ReduceOp.MAX), Call(_INTERRUPT, wake=False)
+        handle = runtime.engine().named.allreduce([numbers], request, call)
+        self._last = handle, numbers
+        if waits:
+            handle.wait()
+        return waits and bool(numbers[0])
+
+
+class State(ABC):
+    """The state of a training that all ranks hold, and that new ranks receive.
+
+    Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` where the number of ranks matters to them.
+    """
+
+    def __init__(self) -> None:
+        self._host_messages: queue.Queue[Any] = queue.Queue()
+        self._last_updated_timestamp = 0
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._agreement = Agreement()
+        self._single_steps = 0  # commits in a row, each directly after a step, without an interrupt between
+        self._is_copied = True  # what was saved last: also what optimizers change
+        self._version = Version()  # of what was saved last
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Add functions to call after ranks have come or gone, before the state is synchronised.
+
+        They adapt what depends on the number of ranks or on this rank's place, such as a learning rate, on all ranks
+        alike: the state is not sent to ranks that have it. A new rank calls them if its place is another than the one
+        that it was offered.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to a new set of ranks. ``run`` calls it."""
+        self._host_messages = queue.Queue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
+        """Have the next check raise HostsUpdatedInterrupt, on all ranks. ``update_res`` is not used."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, to which a failure goes back, and check for updates.
+
+        All ranks call it after the same step. Raises HostsUpdatedInterrupt on all ranks if some are to come or go.
+        """
+        if steps := max(self._steps(), default=0):
+            self._single_steps = self._single_steps + 1 if steps == 1 else 0
+        self.save()
+        self._version = Version(self._version.commits + 1)
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks, at the same call, if some are to come or go.
+
+        All ranks call it after the same step. In an elastic job of several ranks it costs a small allreduce, whose
+        result the next call takes where calls follow each other quickly.
+        """
+        launcher = elastic.launcher()
+        is_wanted = launcher is not None and launcher.is_interrupted()
+        while not self._host_messages.empty():
+            self._last_updated_timestamp, _ = self._host_messages.get()
+            is_wanted = True
+        if launcher is not None and runtime.topology().size > 1:
+            is_wanted = self._agreement.on_any_rank(is_wanted)
+        if is_wanted:
+            raise HostsUpdatedInterrupt
+
+    def _interrupt(self) -> None:
+        """Save the state at an interrupt, so that a failure before ranks have met again loses no step."""
+        steps = sum(self._steps())
+        changes = self._version.changes + 1 + steps
+        if steps:
+            self._single_steps = 0
+        self.save()
+        self._version = self._version._replace(changes=changes)
+
+    def _share(self) -> None:
+        """Give to ranks that stay what each rank keeps for itself, after an interrupt. Collective."""
+
+    def _go_back(self) -> None:
+        """Restore the state after a failure. Steps that were applied since, and of which there is no copy, stay."""
+        kept = self._kept_steps()
+        self.restore()
+        if kept:
+            self._version = self._version._replace(changes=self._version.changes + kept)
+            logger.warning(
+                "A step that was not committed is kept: the script commits each, so nothing was copied before."
+            )
+
+    def _needs_copy(self) -> bool:
+        """True unless the script commits each step: then a failed step changes nothing that optimizers change."""
+        return self._single_steps < COMMITS_TO_LEARN
+
+    def _steps(self) -> list[int]:
+        """Return the number of steps since the last save of each optimizer whose steps are counted."""
+        return []
+
+    def _kept_steps(self) -> int:
+        """Return the number of steps since the last save that ``restore`` does not take back."""
+        return 0 if self._is_copied else sum(self._steps())
+
+    def _can_send(self) -> bool:
+        """True if ``_content`` is what ``sync`` sends; False where a user has another ``sync``."""
+        return False
+
+    def _content(self) -> Any:
+        """Return the state for ranks that lack it, as an object to pickle."""
+        raise NotImplementedError
+
+    def _take(self, content: Any) -> None:
+        """Replace the state by the ``_content`` of another rank, and save it."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def save(self) -> None:
+        """Copy the state, in memory."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to the copy that was saved last."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Replace the state on all ranks by that of rank 0, and save it. Collective."""
+
+    def reset(self) -> None:
+        """Adapt to a new number of ranks; by default nothing is to do."""
+
+
+class ObjectState(State):
+    """The state of Python objects, which are attributes.
+
+    The states of Python's, NumPy's and PyTorch's random generators are saved and restored with it.
+
+    Args:
+        bcast_object: a function that gives all ranks the object of rank 0.
+        get_rank: a function that returns this rank. Not used; Horovod's scripts may pass it.
+        kwargs: the attributes with their first values, which can be copied and pickled.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__()
+        self._bcast_object, self._names, self._saved = bcast_object, list(kwargs), dict[str, Any]()
+        self._random: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+        self._random = random_states()
+
+    def restore(self) -> None:
+        for name, value in self._saved.items():
+            setattr(self, name, copy.deepcopy(value))
+        set_random_states(self._random)
+
+    def sync(self) -> None:
+        self._set(self._bcast_object(self._attributes()))
+
+    def _can_send(self) -> bool:
+        return type(self).sync is ObjectState.sync
+
+    def _content(self) -> Any:
+        return self._attributes()
+
+    def _take(self, content: Any) -> None:
+        self._set(content)
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _set(self, values: dict[str, Any]) -> None:
+        """Set the attributes, and save them."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        ObjectState.save(self)
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the random generators of this process."""
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    if (torch := sys.modules.get("torch")) is not None:
+        states["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set the random generators to the states that ``random_states`` has returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "torch" in states:
+        sys.modules["torch"].set_rng_state(states["torch"])
+    if "cuda" in states:
+        sys.modules["torch"].cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,213 @@
+"""Handlers: the part of a TorchState that a model, an optimizer or another object has, copied into kept memory."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from hvdkit.api.objects import broadcast_object
+from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.torch.elastic.sampler import ElasticSampler
+from hvdkit.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from hvdkit.torch.gradients.compression_state import KEY
+
+BETWEEN_PASSES = (
+    "The state was saved between the backward passes of one step, whose gradients a failure would lose.\n"
+    "HINT: the optimizer expects {passes} passes before each step; call commit() after step()."
+)
+
+
+class Snapshot:
+    """A copy of a state_dict. Taking another copy of the same shapes uses the same memory."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+    def take(self, tree: Any) -> None:
+        """Copy a tree of dicts, lists, tensors and other objects."""
+        self.kept = _copied(tree, self.kept)
+
+    def give(self) -> Any:
+        """Return a copy of the copy, for an owner that may change it."""
+        return _copied(self.kept, None)
+
+
+def _copied(value: Any, kept: Any) -> Any:
+    """Return a copy of a tree, in the memory of an earlier copy where that fits."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        fits = isinstance(kept, torch.Tensor) and (kept.shape, kept.dtype) == (value.shape, value.dtype)
+        if fits and kept.device == value.device and kept.layout == value.layout == torch.strided:
+            return kept.copy_(value)
+        return value.clone()
+    if isinstance(value, dict):
+        kept = kept if isinstance(kept, dict) else {}
+        copied = {key: _copied(each, kept.get(key)) for key, each in value.items()}
+        if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict reads
+            copied = OrderedDict(copied)
+            copied._metadata = value._metadata  # type: ignore[attr-defined]
+        return copied
+    if type(value) in (list, tuple):
+        kept = kept if type(kept) is type(value) and len(kept) == len(value) else [None] * len(value)
+        return type(value)(_copied(each, other) for each, other in zip(value, kept, strict=True))
+    return copy.deepcopy(value)
+
+
+class StateHandler:
+    """The part of a state that one object has.
+
+    ``value``: an object with ``state_dict`` and ``load_state_dict``. ``uncopied``: the ids of parameters that only
+    optimizers of this state change, so that a save does not copy them, and a restore leaves them as they are.
+    """
+
+    uncopied: Collection[int] = ()
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._snapshot = Snapshot()
+        self.save()
+
+    def save(self) -> None:
+        """Copy the object's state."""
+        self._snapshot.take(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Load the copy that was saved last."""
+        self.value.load_state_dict(self._snapshot.give())
+
+    def sync(self) -> None:
+        """Replace the object's state on all ranks by that of rank 0."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+    def content(self) -> Any:
+        """Return the object's state for ranks that lack it."""
+        return self.value.state_dict()
+
+    def take(self, content: Any) -> None:
+        """Load the content of another rank."""
+        self.value.load_state_dict(content)
+
+    def reset(self) -> None:
+        """Adapt to a new number of ranks."""
+
+    def set_value(self, value: Any) -> None:
+        """Take another object in place of the present one."""
+        self.value = value
+        self.save()
+
+
+class ModelStateHandler(StateHandler):
+    """The state of a model: its parameters and buffers."""
+
+    def save(self) -> None:
+        if self.uncopied:
+            entries = self.value.state_dict(keep_vars=True)
+            self._snapshot.take({name: each for name, each in entries.items() if id(each) not in self.uncopied})
+        else:
+            self._snapshot.take(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._snapshot.kept, strict=not self.uncopied)  # which the model copies
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """The state of an optimizer. ``steps``: those that it has applied since the last save, if it is watched."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Count the steps of an optimizer that changes its parameters in ``step`` alone, all or none."""
+        gradients = getattr(self.value, "_synchronizer", None)
+        base: Any = type(self.value) if gradients is None else type(self.value).__mro__[1]
+        changes_in_parts = issubclass(base, torch.optim.LBFGS) or getattr(self.value, "op", None) is ReduceOp.ADASUM
+        has_own_state = base.state_dict is not torch.optim.Optimizer.state_dict
+        self.is_watched = hasattr(self.value, "_optimizer_step_post_hooks") and not (changes_in_parts or has_own_state)
+        self.steps = 0
+        if self.is_watched:
+            self.value.register_step_post_hook(self._count)
+
+    def _count(self, *step: Any) -> None:
+        self.steps += 1
+
+    def parameters(self) -> set[int]:
+        """Return the ids of the parameters."""
+        return {id(parameter) for group in self.value.param_groups for parameter in group["params"]}
+
+    def save(self) -> None:
+        gradients = getattr(self.value, "_synchronizer", None)
+        if gradients is not None and gradients.hooks.is_between_passes:
+            raise ValueError(BETWEEN_PASSES.format(passes=self.value.backward_passes_per_step))
+        parts = self.value.state_dict()
+        if self.uncopied:
+            del parts["state"]
+        self._snapshot.take(parts)
+        self.steps = 0
+
+    def restore(self) -> None:
+        parts = self._snapshot.give()
+        if self.uncopied:
+            parts = {**torch.optim.Optimizer.state_dict(self.value), **parts}
+        self.value.load_state_dict(parts)
+        self.value.zero_grad()  # what the failed step has computed; the loop may clear gradients at its end alone
+        self.steps = 0
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+    def content(self) -> Any:
+        return {key: value for key, value in self.value.state_dict().items() if key != KEY}  # each rank has its own
+
+    def take(self, content: Any) -> None:
+        kept = self.value.state_dict().get(KEY)
+        self.value.load_state_dict(content if kept is None else {**content, KEY: kept})
+
+    def set_value(self, value: Any) -> None:
+        self.value = value
+        self._watch()
+        self.save()
+
+
+class SamplerStateHandler(StateHandler):
+    """The place of an ElasticSampler in its data."""
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+class LRSchedulerStateHandler(StateHandler):
+    """The state of a learning-rate scheduler or a GradScaler."""
+
+
+_handler_registry: list[tuple[Any, Any]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, LRSchedulerStateHandler),
+    (torch.amp.GradScaler, LRSchedulerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+OWN_HANDLERS = {handler for _, handler in _handler_registry}
+
+
+def get_handler_registry() -> list[tuple[Any, Any]]:
+    """Return the pairs of a class and the StateHandler of its objects; the first that fits is taken."""
+    return _handler_registry
+
+
+def set_handler_registry(registry: list[tuple[Any, Any]]) -> None:
+    """Replace the registry."""
+    global _handler_registry
+    _handler_registry = registry
+
+
+def handler_of(value: Any) -> Any:
+    """Return the handler of an object; None if it has none."""
+    return next((handler(value) for kind, handler in _handler_registry if isinstance(value, kind)), None)
