@@ -115,6 +115,12 @@ class Settings:
         "HVDKIT_STOP_GRACE_SECONDS",
         "how long ranks may save after SIGTERM to `hvdkitrun`, before SIGKILL ends them",
     )
+    rescue: str = _path(
+        "",
+        "HVDKIT_RESCUE",
+        "a folder into which a training under `hvd.elastic.run` writes its state when the job must end, and from which "
+        "the next start goes on; `hvdkitrun --rescue` sets it",
+    )
     secret_file: str = _path(
         "",
         "HVDKIT_SECRET_FILE",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdkit.api.states import Agreement, ObjectState, State, Version
+from hvdkit.api.rescue import Rescue, from_settings
+from hvdkit.api.states import Agreement, LeaveJob, ObjectState, State, Version
 from hvdkit.api.transfer import send_state
 from hvdkit.api.variables import VariablesState
 from hvdkit.engine.ops.requests import Call
@@ -22,6 +24,7 @@ from hvdkit.errors import (
     MismatchError,
     PeerFailedError,
     PeerLostError,
+    TransportUnavailableError,
 )
 
 __all__ = ["ObjectState", "State", "VariablesState", "run", "run_fn"]
@@ -29,6 +32,7 @@ logger = logging.getLogger("hvdkit")
 
 _VERSIONS = "hvdkit.elastic.versions"
 Result = TypeVar("Result")
+_is_first_run = True  # the first call in this process, which may begin with a rescued state
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
@@ -38,6 +42,7 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     the state goes back to the last commit; it is sent to ranks that lack it, and the function is called again. Where
     ranks come or go without a failure, it is called again at the point of the commit. A process that the job does not
     need any more ends with exit status 0. In other jobs the state is synchronised, and the function called once.
+    With HVDKIT_RESCUE the state outlives the end of any job, see docs/elastic.md.
 
     Returns a function with the arguments of ``func`` and its result.
 
@@ -52,11 +57,13 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
-        launcher = elastic.launcher()
+        call, launcher, rescue = functools.partial(func, state, *args, **kwargs), elastic.launcher(), from_settings()
+        if rescue is not None:
+            return _run_with_rescue(rescue, launcher, call, state)
         if launcher is not None:
-            return _run(launcher, func, state, args, kwargs)
+            return _run(launcher, call, state)
         state.sync()
-        return func(state, *args, **kwargs)
+        return call()
 
     return wrapper
 
@@ -66,18 +73,52 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], object]) -> Callable
     return run(func)
 
 
-def _run(
-    launcher: elastic.ElasticLauncher, func: Callable[..., Result], state: State, args: Any, kwargs: dict[str, Any]
+def _run_with_rescue(
+    rescue: Rescue, launcher: elastic.ElasticLauncher | None, call: Callable[[], Result], state: State
 ) -> Result:
-    """Call the function in one generation after the other, until it returns."""
+    """Begin with a rescued state, and rescue the state if the job ends before the function returns."""
+    global _is_first_run
+    has_state, _is_first_run = _is_first_run and rescue.read(state), False
+    state._must_leave = lambda: rescue.is_due
+    with rescue:
+        try:
+            if launcher is None:
+                _synchronise(state, has_state)
+                result = call()
+            else:
+                result = _run(launcher, call, state, has_state, rescue.waiting)
+        except (LeaveJob, HorovodInternalError, TransportUnavailableError) as end:
+            if isinstance(end, HorovodInternalError):
+                state._go_back()
+            else:
+                state._interrupt()
+            rescue.write(state)
+            raise
+    if runtime.topology().rank == 0:
+        rescue.clear()
+    return result
+
+
+def _run(
+    launcher: elastic.ElasticLauncher,
+    call: Callable[[], Result],
+    state: State,
+    has_state: bool = False,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Result:
+    """Call the function in one generation after the other, until it returns.
+
+    ``has_state``: the state is that of the job. ``waiting`` makes a context in which this process waits for others.
+    """
     place = _place() if runtime.is_initialized() else None
     # An earlier call has connected this process, with another function or state.
     is_member = stays = runtime.current() is not None
-    has_state = failed = False
+    failed = False
     state.save()  # to which a rank returns that has received a part of another rank's state
     while True:
         steps = state._version.commits if has_state or is_member else None
-        needs_sync = stays or _enter_next(launcher, failed, steps).needs_sync
+        with waiting():
+            needs_sync = stays or _enter_next(launcher, failed, steps).needs_sync
         try:
             if place != _place():
                 state.on_reset()
@@ -85,7 +126,7 @@ def _run(
                 _synchronise(state, has_state)
             has_state, state._agreement = True, Agreement()
             try:
-                return func(state, *args, **kwargs)
+                return call()
             except HostsUpdatedInterrupt:
                 failed = False
                 state._interrupt()

@@ -41,6 +41,10 @@ class Version(NamedTuple):
     changes: int = 0
 
 
+class LeaveJob(SystemExit):
+    """The order to end this process with success, once its state is rescued."""
+
+
 class Agreement:
     """The agreement of ranks on an interrupt, which all calls in one generation make together.
 
@@ -82,6 +86,7 @@ class State(ABC):
         self._last_updated_timestamp = 0
         self._reset_callbacks: list[Callable[[], object]] = []
         self._agreement = Agreement()
+        self._must_leave: Callable[[], bool] = lambda: False
         self._single_steps = 0  # commits in a row, each directly after a step, without an interrupt between
         self._is_copied = True  # what was saved last: also what optimizers change
         self._version = Version()  # of what was saved last
@@ -123,6 +128,8 @@ class State(ABC):
         All ranks call it after the same step. In an elastic job of several ranks it costs a small allreduce, whose
         result the next call takes where calls follow each other quickly.
         """
+        if self._must_leave():
+            raise LeaveJob(0)
         launcher = elastic.launcher()
         is_wanted = launcher is not None and launcher.is_interrupted()
         while not self._host_messages.empty():

@@ -65,11 +65,11 @@ def _memory_of(lengths: Sequence[int]) -> list[Array]:
 def _pickled(content: Any) -> list[Array]:
     """Return the pickle of an object as bytes, and behind it the bytes of its arrays, which are not copied."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(content)
+    StatePickler(file, protocol=5, buffer_callback=buffers.append).dump(content)
     return [np.frombuffer(part, np.uint8) for part in (file.getbuffer(), *(buffer.raw() for buffer in buffers))]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A pickler that takes PyTorch's tensors as arrays, whose memory stays outside of the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
