@@ -53,14 +53,16 @@ def main() -> None:
         mine = slice(hvd.rank(), None, hvd.size())
         callbacks = [
             Kill(),
-            # hvd: keep the place in the training, and commit it; in this order.
+            # hvd: keep the place in the training, commit it, and have fit continue there; in this order.
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.UpdateEpochStateCallback(state),
             hvd.elastic.CommitStateCallback(state, batches_per_commit=5),
         ]
         size = len(images) // hvd.size() * hvd.size()  # as many batches on all ranks
         options = {"batch_size": args.batch_size, "verbose": 2 if hvd.rank() == 0 else 0, "callbacks": callbacks}
-        model.fit(images[:size][mine], targets[:size][mine], epochs=args.epochs - state.epoch, **options)
+        options |= {"initial_epoch": state.epoch, "epochs": args.epochs}
+        # hvd: in the same order each time, so that fit continues behind the batches that are committed
+        model.fit(images[:size][mine], targets[:size][mine], shuffle=False, **options)
 
     is_first = True
 

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdkit.api.rescue import Rescue, from_settings
-from hvdkit.api.states import Agreement, LeaveJob, ObjectState, State, Version
+from hvdkit.api.states import InterruptAgreement, LeaveJob, ObjectState, State, Version
 from hvdkit.api.transfer import send_state
-from hvdkit.api.variables import VariablesState
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.session import generations, runtime
 from hvdkit.environments import elastic
@@ -27,7 +26,7 @@ from hvdkit.errors import (
     TransportUnavailableError,
 )
 
-__all__ = ["ObjectState", "State", "VariablesState", "run", "run_fn"]
+__all__ = ["ObjectState", "State", "run", "run_fn"]
 logger = logging.getLogger("hvdkit")
 
 _VERSIONS = "hvdkit.elastic.versions"
@@ -124,7 +123,7 @@ def _run(
                 state.on_reset()
             if needs_sync:
                 _synchronise(state, has_state)
-            has_state, state._agreement = True, Agreement()
+            has_state, state._agreement = True, InterruptAgreement()
             try:
                 return call()
             except HostsUpdatedInterrupt:

@@ -45,7 +45,7 @@ class LeaveJob(SystemExit):
     """The order to end this process with success, once its state is rescued."""
 
 
-class Agreement:
+class InterruptAgreement:
     """The agreement of ranks on an interrupt, which all calls in one generation make together.
 
     A call takes the result of the allreduce that the call before has begun, which is there by then. To wait for its own
@@ -85,7 +85,7 @@ class State(ABC):
         self._host_messages: queue.Queue[Any] = queue.Queue()
         self._last_updated_timestamp = 0
         self._reset_callbacks: list[Callable[[], object]] = []
-        self._agreement = Agreement()
+        self._agreement = InterruptAgreement()
         self._must_leave: Callable[[], bool] = lambda: False
         self._single_steps = 0  # commits in a row, each directly after a step, without an interrupt between
         self._is_copied = True  # what was saved last: also what optimizers change

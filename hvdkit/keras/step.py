@@ -81,6 +81,17 @@ class DistributedStep:
                 zeros = keras.Variable(keras.initializers.Zeros(), trainable=False, **options)
                 self._accumulators[id(variable)] = zeros
 
+    def is_between_passes(self) -> bool:
+        """True if some, and not all, of a step's passes are done."""
+        return self._passes is not None and int(keras.ops.convert_to_numpy(self._passes)) > 0
+
+    def forget_passes(self) -> None:
+        """Begin a step anew, after a failure in it."""
+        if self._passes is not None:
+            for variable in (self._passes, *self._accumulators.values()):
+                variable.assign(keras.ops.zeros_like(variable))
+            self._touched.clear()
+
     def run(self, gradients: Sequence[Any], variables: Sequence[Any], apply: Apply) -> None:
         """Call ``apply`` with reduced gradients and their variables; if n passes make a step, in every n-th call."""
         if self.settings.backward_passes_per_step == 1:

@@ -21,7 +21,7 @@ from hvdkit.engine.ops import hints
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.process_sets import ProcessSet, global_process_set
 from hvdkit.tensorflow.gradient_planned import can_be_planned, reduce_planned, warn
-from hvdkit.tensorflow.ops.bridge import as_written, ordered_node
+from hvdkit.tensorflow.ops.bridge import after, as_written, ordered_node
 from hvdkit.tensorflow.ops.reductions import grouped_allreduce, quotient, size_in_graph
 from hvdkit.tensorflow.verification import verified
 
@@ -102,7 +102,25 @@ def reduce_gradients(
         reduced += reduce_by_name(items(sparse, results), name=f"{label}.{names[sparse[0]]}{hints.SPARSE}")
     for index, gradient in zip([*planned, *named, *sparse], reduced, strict=True):
         results[index] = gradient
-    return results
+    has_local = any(id(source) in local for source in sources)
+    return _together(results, reduced) if sum(map(bool, (planned, named, sparse, has_local))) > 1 else results
+
+
+def _together(results: Sequence[Any], reduced: Sequence[Any]) -> list[Any]:
+    """Return the results so that in a graph none is there before all are reduced: a step changes all variables or none.
+
+    One operation gives all its gradients at once, or raises.
+    """
+    if tf.executing_eagerly():
+        return list(results)
+    with after(reduced):
+        return [None if result is None else _at_its_place(result) for result in results]
+
+
+def _at_its_place(result: Any) -> Any:
+    """Return the same tensor or slices, on the same device."""
+    with tf.device(result.device):
+        return tf.identity(result)
 
 
 def _takes_part(settings: GradientSettings) -> bool:

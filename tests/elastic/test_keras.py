@@ -11,6 +11,7 @@ import pytest
 from tests.launch.launching import call_bare, run_to_end
 
 PROGRAM = str(Path(__file__).with_name("keras_program.py"))
+FIT_PROGRAM = str(Path(__file__).with_name("keras_fit_program.py"))
 RESTORE_PROGRAM = str(Path(__file__).with_name("restore_program.py"))
 
 
@@ -43,12 +44,43 @@ def test_a_killed_rank_is_replaced_and_all_ranks_hold_the_same_bits(kind, enviro
         (["hvdkit.keras"], {"KERAS_BACKEND": "torch"}),
         (["hvdkit.tensorflow.keras"], {"KERAS_BACKEND": "tensorflow"}),
         (["hvdkit.tensorflow.keras", "legacy"], {"TF_USE_LEGACY_KERAS": "1"}),
+        (["hvdkit.keras", "passes"], {"KERAS_BACKEND": "torch"}),
+        pytest.param(["hvdkit.keras", "passes"], {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),
         pytest.param(["hvdkit.keras"], {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),
         pytest.param(["hvdkit.tensorflow.keras"], {"TF_USE_LEGACY_KERAS": "1"}, marks=pytest.mark.thorough),
     ],
-    ids=["keras-torch", "tf.keras", "tf_keras-legacy", "keras-tensorflow", "tf_keras"],
+    ids=["keras-torch", "tf.keras", "tf_keras-legacy", "torch-passes", "tf-passes", "keras-tensorflow", "tf_keras"],
 )
 def test_a_state_goes_back_to_its_last_save_more_than_once(arguments, environment):
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **environment}
     result = run_to_end([sys.executable, RESTORE_PROGRAM, *arguments], **environment)
+    assert result.status == 0, result.stderr
+
+
+ADAPTERS = pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["hvdkit.keras"], {"KERAS_BACKEND": "torch"}),
+        pytest.param(["hvdkit.keras"], {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),
+        (["hvdkit.tensorflow.keras"], {"TF_USE_LEGACY_KERAS": "1"}),
+        pytest.param(["hvdkit.tensorflow.keras", "legacy"], {"TF_USE_LEGACY_KERAS": "1"}, marks=pytest.mark.thorough),
+        pytest.param(["hvdkit.tensorflow.keras"], {"KERAS_BACKEND": "tensorflow"}, marks=pytest.mark.thorough),
+    ],
+    ids=["keras-torch", "keras-tensorflow", "tf_keras", "tf_keras-legacy", "tf.keras"],
+)
+
+
+@ADAPTERS
+def test_fit_continues_in_the_middle_of_an_epoch_as_if_nothing_had_happened(arguments, environment):
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **environment}
+    result = run_to_end([sys.executable, FIT_PROGRAM, *arguments], seconds=200, **environment)
+    assert result.status == 0, result.stderr
+    assert result.stdout.count("PASSED") == 2, result.stdout
+
+
+@ADAPTERS
+def test_all_ranks_continue_fit_at_the_same_batch_while_ranks_come_and_go(arguments, environment):
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **environment}
+    command = [sys.executable, "-m", "tests.elastic.keras_fit_scenarios", *arguments]
+    result = run_to_end(command, seconds=200, **environment)
     assert result.status == 0, result.stderr

@@ -28,6 +28,7 @@ PUBLIC_TWICE = {
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
     "CommitStateCallback",
+    "KerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
 }

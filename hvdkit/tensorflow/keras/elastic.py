@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from hvdkit.keras import elastic as parts
 from hvdkit.keras.elastic import ObjectState, State, run
-from hvdkit.tensorflow.elastic import TensorFlowKerasState as KerasState
+from hvdkit.keras.fit_state import FitState
+from hvdkit.tensorflow.elastic import TensorFlowKerasState
 
 __all__ = [
     "CommitStateCallback",
@@ -17,6 +18,10 @@ __all__ = [
     "UpdateEpochStateCallback",
     "run",
 ]
+
+
+class KerasState(TensorFlowKerasState, FitState):
+    """See hvdkit.keras.elastic.KerasState."""
 
 
 class CommitStateCallback(parts.CommitState, tf.keras.callbacks.Callback):  # type: ignore[misc]
