@@ -162,11 +162,26 @@ def test_who_asks_an_adapter_for_what_is_absent_is_told_what_there_is_instead(mo
         assert message == str(missing_attribute(MODULES[title], name))
 
 
+# Flags that Horovod does not have.
+OWN_FLAGS = {
+    "-h", "--help", "--as-horovod", "--stop-grace", "--blacklist", "--function-folder",
+    "--listen", "--join", "--secret-file", "--slots", "--hostname", "--rescue",
+}  # fmt: skip
+
+
 def test_flags_are_accepted_or_refused_as_the_migration_guide_says():
     said, reasons = rows("Flags of horovodrun"), tables.effects()
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert said.keys() <= flags
-    assert flags - said.keys() == {"-h", "--help", "--as-horovod", "--stop-grace", "--blacklist", "--function-folder"}
+    assert flags - said.keys() == {
+        "-h",
+        "--help",
+        "--as-horovod",
+        "--stop-grace",
+        "--blacklist",
+        "--function-folder",
+        *OWN_FLAGS,
+    }
     expected = {"no effect": OTHERWISE, "refused": ABSENT, "is so already": PRESENT}
     for flag, status in said.items():
         assert status == (expected[reasons[flag].partition(":")[0]] if flag in reasons else PRESENT), flag

@@ -1,7 +1,8 @@
 """The connection of a process of an elastic job to ``hvdkitrun``, which starts it with one end of a socket.
 
-Lines of JSON travel over it: a process asks for a ticket, and gets a ticket or its dismissal; an interrupt may come
-while it trains. At the other end is ``launch/elastic/agent``. Nothing but this process and its children has the socket.
+Lines of JSON travel over it: a process asks for a ticket, and gets a ticket or its dismissal. Interrupts may come
+between a ticket and the next question; they name members that are gone, for which ranks that still connect need not
+wait. At the other end is ``launch/elastic/agent``. Nothing but this process and its children has the socket.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import select
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hvdkit.environments.base import World, integer
@@ -39,6 +42,7 @@ class ElasticLauncher:
         self.offer = World(LAUNCHER, rank, size, local_rank, local_size, host=environ.get(HOST))
         self.addresses = [interface_address(name) for name in named_interfaces(environ)] or [environ[ADDRESS]]
         self._is_interrupted = False
+        self._gone: set[int] = set()  # processes of the present generation
 
     def next_ticket(self, address: tuple[str, int], report: Report) -> Ticket:
         """Tell where this process listens, and wait for the ticket of the next generation.
@@ -55,16 +59,26 @@ class ElasticLauncher:
             message = self._next_message(None)
             assert message is not None
             if message["kind"] == TICKET:
-                self._is_interrupted = False
-                return ticket_of(message["ticket"])
+                self._is_interrupted, self._gone = False, set()
+                ticket = ticket_of(message["ticket"])
+                return replace(ticket, lost_ranks=partial(self._lost_ranks, ticket))
             if message["kind"] == DISMISSAL:
                 raise SystemExit(0)
 
     def is_interrupted(self) -> bool:
         """True if the launcher wants this process to ask, since processes are ready to join or some must leave."""
-        while not self._is_interrupted and (message := self._next_message(0.0)) is not None:
-            self._is_interrupted = message["kind"] == INTERRUPT
+        self._read_interrupts()
         return self._is_interrupted
+
+    def _lost_ranks(self, ticket: Ticket) -> Collection[int]:
+        self._read_interrupts()
+        return [rank for rank, member in enumerate(ticket.members) if member.process in self._gone]
+
+    def _read_interrupts(self) -> None:
+        """Note the interrupts that have come. Nothing else comes between a ticket and the next question."""
+        while (message := self._next_message(0.0)) is not None:
+            self._is_interrupted = True
+            self._gone.update(message["gone"])
 
     def _next_message(self, seconds: float | None) -> dict[str, Any] | None:
         """Return the next message, None if none has come for so long. Raises TransportUnavailableError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -31,6 +32,8 @@ class Ticket:
     """The place of a process in a generation, and the members of that generation in the order of ranks.
 
     ``secret`` is fresh, and known to the members alone. ``needs_sync``: True unless all members have the same state.
+    ``lost_ranks`` returns the members of which the launcher has said since then that they are gone; the thread calls it
+    that got the ticket, until all ranks have met.
     """
 
     job: str
@@ -39,6 +42,7 @@ class Ticket:
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)
     needs_sync: bool = True
+    lost_ranks: Callable[[], Collection[int]] = field(default=tuple, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a ticket that no launcher writes."""

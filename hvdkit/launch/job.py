@@ -49,15 +49,18 @@ def job_environment(caller: Mapping[str, str], settings: Mapping[str, str], job:
     """
     groups = [config.names_of(setting.name) for setting in fields(config.Settings)]
     overruled = {name for names in groups if not settings.keys().isdisjoint(names) for name in names}
-    environment = {
-        name: value for name, value in caller.items() if not _IDENTITY.fullmatch(name) and name not in overruled
-    }
+    environment = {name: value for name, value in without_place(caller).items() if name not in overruled}
     if "MASTER_PORT" in caller and "RANK" not in caller:
         environment["MASTER_PORT"] = caller["MASTER_PORT"]
     if environment.get("HVDKIT_SECRET_FILE", "").startswith("/proc/"):
         del environment["HVDKIT_SECRET_FILE"]  # of a hvdkitrun around this one; users name other files
     environment.setdefault("PYTHONUNBUFFERED", "1")  # a killed rank would lose the last lines in its buffer
     return {**environment, **settings, "HVDKIT_JOB": job, WANTED: "1"}
+
+
+def without_place(caller: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those of a launcher around this one."""
+    return {name: value for name, value in caller.items() if not _IDENTITY.fullmatch(name)}
 
 
 def for_other_hosts(environment: Mapping[str, str]) -> dict[str, str]:

@@ -19,6 +19,8 @@ from hvdkit import as_horovod
 from hvdkit.environments import limits
 from hvdkit.environments.failure_record import ENDED, INIT
 from hvdkit.launch import CommandNotFoundError, LaunchError, failures, gloo, mpi, options
+from hvdkit.launch.elastic.flags import JoinOptions
+from hvdkit.launch.elastic.join import join
 from hvdkit.launch.elastic.run import run_elastic
 from hvdkit.launch.failures import exit_status, signal_name
 from hvdkit.launch.function import FUNCTION_NAME, keep_failure, keep_results
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(doctor.check_build(doctor.look()))
             return 0
+        if isinstance(chosen, JoinOptions):
+            return join(chosen, say)
         for note in chosen.notes:
             say(note)
         return run(chosen)

@@ -120,6 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_setting(group, "--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", metavar="S", type=whole)
     _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", metavar="S", type=whole)
     _add_setting(group, "--log-level", "LOG_LEVEL", choices=_LOG_LEVELS)
+    about = "where hvd.elastic.run writes its state if the job must end, and whence the next start goes on"
+    group.add_argument("--rescue", dest="HVDKIT_RESCUE", type=os.path.abspath, metavar="FOLDER", help=about)
     parser.add_argument("--function-folder", type=Path, help=argparse.SUPPRESS)  # of hvdkit.run
     elastic_flags.add_to(parser, _at_least(1, int), _at_least(0, int), _at_least(0, float, or_more=False))
     horovod_flags.add_to(parser)
@@ -138,21 +140,25 @@ def _add_switch(group: argparse._ArgumentGroup, flags: tuple[str, str], name: st
         which.add_argument(flag, action="store_const", const=value, dest=variable, help=f"{variable}={value}")
 
 
-def parse(argv: Sequence[str]) -> Options | None:
+def parse(argv: Sequence[str]) -> Options | elastic_flags.JoinOptions | None:
     """Return the options, or None for ``--check-build``, which starts no job."""
     arguments = build_parser().parse_args(argv)
     horovod_flags.refuse(arguments.refused)
     if arguments.check_build:
         return None
+    start_timeout = arguments.start_timeout or _from_environment("start_timeout_seconds")
+    if arguments.join is not None:
+        return elastic_flags.join_options_of(arguments, start_timeout)
     named_hosts = _named_hosts(arguments)
-    elastic = elastic_flags.options_of(arguments, named_hosts)
+    rescues = bool(arguments.HVDKIT_RESCUE or _from_environment("rescue"))
+    elastic = elastic_flags.options_of(arguments, named_hosts, rescues)
     size = arguments.size if elastic is None else elastic.limits.start
     if size is None:
         raise UsageError("how many processes? -np is missing\nHINT: hvdkitrun -np 4 python train.py starts four")
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise UsageError("what shall the processes run? The command is missing\nHINT: hvdkitrun -np 4 python train.py")
-    given = {name: value for name, value in vars(arguments).items() if name.startswith("HOROVOD_")}
+    given = {name: value for name, value in vars(arguments).items() if name.startswith(("HOROVOD_", "HVDKIT_"))}
     settings = {name: str(value) for name, value in given.items() if value is not None}
     if arguments.start_timeout is not None:
         settings["HOROVOD_START_TIMEOUT"] = f"{arguments.start_timeout:g}"
@@ -162,7 +168,7 @@ def parse(argv: Sequence[str]) -> Options | None:
         function="" if folder is None else (folder / FUNCTION_NAME).read_text(),
         function_folder=folder,
         size=size,
-        hosts=named_hosts or [Host("localhost", size if elastic is None else elastic.limits.most)],
+        hosts=named_hosts or _hosts_here(size, elastic),
         elastic=elastic,
         controller=arguments.controller,
         transport=_from_environment("transport"),
@@ -173,12 +179,19 @@ def parse(argv: Sequence[str]) -> Options | None:
         settings=settings,
         output_folder=None if arguments.output_filename is None else Path(arguments.output_filename),
         timestamps=arguments.timestamps,
-        start_timeout=arguments.start_timeout or _from_environment("start_timeout_seconds"),
+        start_timeout=start_timeout,
         stop_grace=_from_environment("stop_grace_seconds") if arguments.stop_grace is None else arguments.stop_grace,
         verbose=arguments.verbose,
         as_horovod=arguments.as_horovod,
         notes=horovod_flags.notes(arguments.without_effect),
     )
+
+
+def _hosts_here(size: int, elastic: elastic_flags.ElasticOptions | None) -> list[Host]:
+    """Return the hosts of a job whose user named none: this one, unless others are to join."""
+    if elastic is None:
+        return [Host("localhost", size)]
+    return [] if elastic.listen is not None else [Host("localhost", elastic.limits.most)]
 
 
 def _named_hosts(arguments: argparse.Namespace) -> list[Host] | None:

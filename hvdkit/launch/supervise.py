@@ -61,7 +61,8 @@ class Child:
             "function": self.function,
             "scratch": self.scratch,
             "folder": os.getcwd(),
-            "graces": (GRACE_SECONDS, stop_grace),
+            # A rank that rescues its state needs the time also where its launcher is gone.
+            "graces": (stop_grace if self.environment.get("HVDKIT_RESCUE") else GRACE_SECONDS, stop_grace),
             "relays": self.has_ended is not None,
             "is_remote": bool(self.remote),
         }

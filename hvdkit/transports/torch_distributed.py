@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +22,25 @@ from hvdkit.transports.security.rendezvous import open_store, refused_ranks
 class TicketTransport(GlooTransport):
     """The transport of ranks of an elastic job, which know each other's addresses.
 
-    Tensors of GPUs travel through the memory of their hosts.
+    Tensors of GPUs travel through the memory of their hosts. Until all ranks have met, a rank that the launcher calls
+    gone is lost too: it may have ended before it connected.
     """
 
     name = "torch"
     is_elastic = True
+
+    def __init__(self, ticket: Ticket, addresses: Sequence[str], listener: socket.socket) -> None:
+        session = Credentials(ticket.secret, ticket.job, ticket.generation)
+        admission = Admission(None, session, [member.address for member in ticket.members])
+        self._lost_ranks = ticket.lost_ranks
+        super().__init__(ticket.rank, len(ticket.members), addresses, listener, admission)
+
+    def lost_peers(self) -> dict[int, str]:
+        return {**dict.fromkeys(self._lost_ranks(), "hvdkitrun says that it is gone"), **super().lost_peers()}
+
+    def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
+        super().settle(carried, unspoken, agree)
+        self._lost_ranks = tuple
 
 
 def open_by_ticket(launcher: Launcher, report: Report) -> tuple[Ticket, Transport]:
@@ -39,9 +54,7 @@ def open_by_ticket(launcher: Launcher, report: Report) -> tuple[Ticket, Transpor
             alone = SoloTransport()
             alone.is_elastic = True
             return ticket, alone
-        session = Credentials(ticket.secret, ticket.job, ticket.generation)
-        admission = Admission(None, session, [member.address for member in ticket.members])
-        return ticket, TicketTransport(ticket.rank, len(ticket.members), addresses, listener, admission)
+        return ticket, TicketTransport(ticket, addresses, listener)
     except BaseException:
         listener.close()
         raise

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.launching import run_to_end
@@ -52,24 +53,35 @@ def test_torchruns_restart_goes_on_with_the_step_in_which_a_rank_was_killed(expe
 
 @pytest.mark.parametrize(
     ("command", "number"),
-    [(ELASTIC, signal.SIGTERM), (ELASTIC, signal.SIGKILL), ([*HVDKITRUN, "--gloo"], signal.SIGTERM)],
-    ids=["SIGTERM to an elastic job", "SIGKILL of the launcher", "SIGTERM to a job"],
+    [
+        (ELASTIC, signal.SIGTERM),
+        (ELASTIC, signal.SIGKILL),
+        (ELASTIC, signal.SIGUSR1),
+        ([*HVDKITRUN, "--gloo"], signal.SIGTERM),
+    ],
+    ids=["SIGTERM to an elastic job", "SIGKILL of the launcher", "all hosts leave", "SIGTERM to a job"],
 )
 def test_a_job_that_is_ended_goes_on_at_the_next_start(expected, tmp_path, command, number):
-    environment = rank_environment(OMP_NUM_THREADS="1", HVDKIT_RESCUE=str(tmp_path))
+    environment = rank_environment(OMP_NUM_THREADS="1")
+    command = [*command, "--rescue", str(tmp_path)]
     program = [sys.executable, *PROGRAM]
     with subprocess.Popen([*command, *program, "100000", "-1"], env=environment, **PIPES) as process:
         while "is at step 10" not in process.stdout.readline():
             pass
-        process.send_signal(number)
-        assert process.wait(30) in (128 + number, -number)
+        if number == signal.SIGUSR1:
+            children = psutil.Process(process.pid).children()
+            next(child for child in children if "agent.py" in " ".join(child.cmdline())).send_signal(number)
+        else:
+            process.send_signal(number)
+        assert process.wait(30) == (1 if number == signal.SIGUSR1 else -number if number == signal.SIGKILL else 143)
         output = process.stdout.read()
+    assert ("the job ended: all hosts leave" in output) == (number == signal.SIGUSR1)
     assert "digest" not in output
     until(lambda: list(tmp_path.glob("state-*.hvdkit")), 10)  # the ranks outlive a launcher that is killed
     (path,) = tmp_path.glob("state-*")
     steps = int(path.name.split("-")[1])
     assert steps >= 10
-    done = run_to_end([*command, *program, str(steps + 5), "-1"], HVDKIT_RESCUE=str(tmp_path), OMP_NUM_THREADS="1")
+    done = run_to_end([*command, *program, str(steps + 5), "-1"], OMP_NUM_THREADS="1")
     assert done.status == 0, done.stderr
     assert begins(done.stdout) == {steps}
     plain = run_to_end([*HVDKITRUN, "--gloo", *program, str(steps + 5), "-1"], OMP_NUM_THREADS="1")

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from hvdkit.launch.elastic.actions import Action, Dismiss, EndJob, Form, Interrupt, Kill, Limits, Start
+from hvdkit.launch.elastic.actions import Action, Announce, Dismiss, EndJob, Form, Interrupt, Kill, Limits, Start
 from hvdkit.launch.elastic.membership import Membership
 from hvdkit.launch.elastic.slots import ProcessSlot
 from tests.launch.elastic_truth import HANG_NOTICE, LATENCY, NOTICE, Generation, Host, Life, Process, State, World
@@ -26,6 +26,7 @@ class Driver:
         self.kills: dict[int, str] = {}
         self.interrupts: list[Interrupt] = []
         self.starts: list[Start] = []
+        self.announced: list[str] = []
         self.form_times: list[float] = []
         self.listed: dict[str, int] = {}
         self.leaving: set[str] = set()
@@ -175,7 +176,9 @@ class Driver:
         """Carry out actions."""
         for action in actions:
             assert self.reason is None, f"{action} after the end of the job"
-            if isinstance(action, Start):
+            if isinstance(action, Announce):
+                self.announced.append(action.text)
+            elif isinstance(action, Start):
                 self._start(action)
             elif isinstance(action, Form):
                 self._form(action)
@@ -261,10 +264,14 @@ class Driver:
         members = self.world.generations[-1].members
         assert set(action.workers) <= {process.number for process in members}, "an interrupt for others than members"
         assert action.workers
+        gone = [self.world.processes[number] for number in action.gone]
+        for process in gone:
+            assert process in members, "the members are told that a stranger is gone"
+            assert process.state != State.MEMBER, f"a healthy process is called gone: {process.number}"
         self.interrupts.append(action)
         for number in action.workers:
             process = self.world.processes[number]
-            self.world.order(process.host, self.world.interrupt, process)
+            self.world.order(process.host, self.world.interrupt, process, gone)
 
     def _dismiss(self, action: Dismiss) -> None:
         world, process = self.world, self.world.processes[action.worker]

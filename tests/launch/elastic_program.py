@@ -3,7 +3,7 @@
     python elastic_program.py FILE [FAULT]
 
 It goes on until there is a FILE. A FAULT such as ``generation 1 rank 1 step 3 raise`` makes a rank fail there; "*"
-stands for any number.
+stands for any number. ``generation 1 rank 1 ticket exit`` makes it fail when it has its ticket, before it connects.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import hvdkit.torch as hvd
 from hvdkit.engine.session import generations
 from hvdkit.environments import elastic
+from hvdkit.environments.ticket import Report, Ticket
 from hvdkit.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 FAULTS = {
@@ -37,10 +38,19 @@ def main(last: Path, fault: list[str]) -> None:
     assert launcher is not None
     names = "HOROVOD_ELASTIC", "HOROVOD_HOSTNAME", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"
     tell(offer=[hvd.rank(), hvd.size(), hvd.local_rank()], environment={name: os.environ[name] for name in names})
+    next_ticket = launcher.next_ticket
+
+    def fail_with_ticket(address: tuple[str, int], report: Report) -> Ticket:
+        ticket = next_ticket(address, report)
+        if fault[:5] == ["generation", str(ticket.generation), "rank", str(ticket.rank), "ticket"]:
+            FAULTS[fault[-1]]()
+        return ticket
+
+    launcher.next_ticket = fail_with_ticket  # type: ignore[method-assign]
     steps, known_steps, failed = 0, None, False
     while True:
-        ticket = generations.enter_next(launcher, failed, known_steps)
         try:
+            ticket = generations.enter_next(launcher, failed, known_steps)
             if ticket.needs_sync:
                 steps = int(hvd.broadcast_object(steps, 0))
             known_steps = steps

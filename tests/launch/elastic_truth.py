@@ -67,6 +67,7 @@ class Generation:
     deaths: int = 0  # of members, other than by their success, before it broke
     hangs: int = 0
     is_unconnected: bool = False  # it broke because a host is unreachable
+    has_trained: bool = False
 
 
 @dataclass(eq=False)
@@ -227,10 +228,16 @@ class World:
             generation.hangs += 1
             self._break(generation, process)
 
-    def interrupt(self, process: Process) -> None:
-        """Carry out an interrupt, which a process reads at its next commit; while it waits for a ticket it does not."""
-        if self._does(process, self.interrupt, process) and process.state == State.MEMBER:
+    def interrupt(self, process: Process, gone: list[Process]) -> None:
+        """Carry out an interrupt, which a process reads at its next commit; while it waits for a ticket it does not.
+
+        Where it still connects, it does not wait for members that are ``gone``.
+        """
+        generation = process.generation
+        if self._does(process, self.interrupt, process, gone) and process.state == State.MEMBER:
             process.is_interrupted = True
+            if gone and generation is not None and not generation.has_trained and generation.life == Life.BROKEN:
+                self._notice(process, generation, gone[0])
 
     def dismiss(self, process: Process) -> None:
         if process.state == State.DEAD or not self._does(process, self.dismiss, process):
@@ -292,7 +299,7 @@ class World:
                 self._train(generation)
 
     def _train(self, generation: Generation) -> None:
-        generation.life = Life.TRAINING
+        generation.life, generation.has_trained = Life.TRAINING, True
         self.after(self.program.step_seconds * self.random.uniform(0.3, 1.0), self._step, generation)
 
     def _step(self, generation: Generation) -> None:

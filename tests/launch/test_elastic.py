@@ -174,6 +174,31 @@ def test_a_lost_rank_is_replaced_on_its_slot_and_told_in_one_line(fault, how):
         assert not [line for line in job.messages if "Traceback" in line]
 
 
+@pytest.mark.parametrize("hosts", ["localhost:4", "localhost:2,127.0.0.1:2"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_give_up_at_once_to_connect_to_a_rank_that_ended_with_its_ticket(rank, hosts):
+    with elastic_job(f"-np 4 --min-np 2 -H {hosts}", f"generation 1 rank {rank} ticket kill") as job:
+        job.wait_for(2, 3, seconds=20)  # HVDKIT_TIMEOUT_SECONDS is 60
+        job.wait_for(3, 4)
+        job.finish()
+        assert "was killed by signal SIGKILL (9); the job goes on with 3 ranks" in job.messages[0]
+
+
+def test_a_rank_that_stops_with_its_ticket_is_missed_killed_and_replaced():
+    flags, fault = "-np 3 --min-np 2", "generation 1 rank 1 ticket stop"
+    with elastic_job(flags, fault, HVDKIT_TIMEOUT_SECONDS="2") as job:
+        job.wait_for(2, 2, seconds=20)  # not only after --elastic-timeout
+        assert any(line.endswith(" is killed: the others miss it") for line in job.messages)
+        job.finish()
+
+
+def test_the_third_failure_of_a_slot_closes_it_which_is_told():
+    with elastic_job("-np 2 --min-np 1", "generation * rank 1 step * exit") as job:
+        text = "slot 1 of host localhost is closed after 3 failures, and 1 slot remains"
+        until(lambda: any(text in line for line in job.messages), PATIENCE_SECONDS, job.story)
+        job.finish()
+
+
 def test_a_step_that_always_fails_ends_the_job_with_its_error():
     with elastic_job("-np 2 --min-np 1", "generation * rank 0 step 5 raise") as job:
         assert job.end() == 1

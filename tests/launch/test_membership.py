@@ -58,7 +58,7 @@ def test_without_faults_there_is_one_generation():
 
 
 def test_a_lost_rank_is_replaced_on_its_slot_after_pauses_that_double_until_its_slot_is_closed():
-    driver = job({"a": 1, "b": 1}, 2, 1, 2, loads_for=lambda choose: 0.5)
+    driver = job({"a": 1, "b": 1}, 2, 1, 2, loads_for=lambda choose: 4.0)
     for _ in range(3):
         generation = driver.run_until(2)
         driver.world.die(next(process for process in generation.members if process.host.name == "b"))
@@ -68,6 +68,7 @@ def test_a_lost_rank_is_replaced_on_its_slot_after_pauses_that_double_until_its_
     starts = [process.started_at for process in driver.world.processes.values() if process.host.name == "b"]
     ends = driver.failures[ProcessSlot("b", 0)]
     assert [starts[1] - ends[0], starts[2] - ends[1]] == pytest.approx([1.0, 2.0])
+    assert driver.announced == ["slot 0 of host b is closed after 3 failures, and 1 slot remains"]
     assert len(driver.run_until(1).members) == 1
     driver.finish()
 
@@ -171,6 +172,7 @@ def test_a_host_that_is_lost_three_times_is_closed():
     starts = [process.started_at for process in driver.world.processes.values() if process.host.name == "b"]
     assert starts[1] - starts[0] > 10
     assert starts[2] - starts[1] > 20
+    assert driver.announced == ["host b is closed since it was lost 3 times, and 1 slot remains"]
     driver.finish()
 
 
@@ -236,6 +238,13 @@ def test_a_job_whose_ranks_all_finish_on_hosts_that_leave_succeeds():
     assert driver.reason == ""
 
 
+def test_what_a_cooldown_closes_is_announced_with_what_remains():
+    driver = job({"a": 2, "b": 1}, 3, 1, 3, cooldown=(30.0, 90.0))
+    driver.world.die(driver.run_until(3).members[0])
+    driver.run(10)
+    assert driver.announced == ["host a is closed for 30 s after a failure, and 1 slot remains"]
+
+
 # The machine alone
 
 
@@ -281,7 +290,7 @@ def test_a_rank_that_must_leave_stays_while_its_state_is_the_newest():
 
 def test_one_rank_that_asks_has_the_others_interrupted_and_those_that_stay_silent_killed():
     machine = ready(Limits(2, 1, 2, seconds=50.0), {"a": 2})
-    assert machine.asked(2.0, 0, 4, failed=True) == [Interrupt((1,))]
+    assert machine.asked(2.0, 0, 4, failed=True) == [Interrupt((1,), gone=(0,))]
     assert machine.wakes_at() == 7.0  # it would gather others
     assert machine.time_passed(7.0) == []
     assert machine.wakes_at() == 52.0
@@ -291,13 +300,19 @@ def test_one_rank_that_asks_has_the_others_interrupted_and_those_that_stay_silen
 
 def test_a_rank_that_asks_has_the_others_interrupted_at_once_though_a_process_loads():
     machine = ready(Limits(2, 1, 3), {"a": 3})
-    assert machine.asked(2.0, 0, 4, failed=True) == [Interrupt((1,))]
+    assert machine.asked(2.0, 0, 4, failed=True) == [Interrupt((1,), gone=(0,))]
 
 
 def test_a_rank_that_must_leave_and_asks_has_the_others_interrupted():
     machine = ready(Limits(3, 3, 3, hosts_may_change=True), {"a": 2, "b": 1})
     assert machine.host_leaves(2.0, "b") == []
-    assert machine.asked(3.0, 2, 4, failed=True) == [Interrupt((0, 1))]
+    assert machine.asked(3.0, 2, 4, failed=True) == [Interrupt((0, 1), gone=(2,))]
+
+
+def test_members_are_told_of_each_member_that_ends_by_a_failure():
+    machine = ready(Limits(4, 1, 4), {"a": 2, "b": 2})
+    assert act(machine, machine.ended(2.0, 1, succeeded=False), Interrupt) == [Interrupt((0, 2, 3), gone=(1,))]
+    assert act(machine, machine.host_lost(2.0, "b"), Interrupt) == [Interrupt((0,), gone=(2, 3))]
 
 
 def test_nobody_has_to_leave_while_the_job_finishes():

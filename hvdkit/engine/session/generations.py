@@ -11,7 +11,7 @@ from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.communicators import resolve_ranks
 from hvdkit.engine.session.process_sets import ProcessSet
-from hvdkit.engine.session.session import Session
+from hvdkit.engine.session.session import LEAVING, GoodbyeWait, Session
 from hvdkit.environments.ticket import Launcher, Report, Ticket
 from hvdkit.errors import HorovodInternalError, PeerLostError
 
@@ -27,6 +27,7 @@ class _Generation(NamedTuple):
 
 
 _present: _Generation | None = None  # the last one that this process has entered
+_missed: int | None = None  # the process for which this one waited in vain while the last generation formed
 
 
 def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = None) -> Ticket:
@@ -38,7 +39,7 @@ def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = Non
     Raises ForkedChildError in a forked child, HorovodInternalError if a library that the engine has called does not
     come back, and the errors of init if the ranks cannot meet. After an error this may be called again.
     """
-    global _present
+    global _present, _missed
     from hvdkit.transports.torch_distributed import open_by_ticket  # needs PyTorch
 
     runtime.check_not_forked()
@@ -46,7 +47,8 @@ def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = Non
     logging.getLogger("hvdkit").setLevel(settings.log_level.upper())
     runtime.watch_end()
     lost = _leave(failed)
-    ticket, transport = open_by_ticket(launcher, Report(steps, failed, lost))
+    ticket, transport = open_by_ticket(launcher, Report(steps, failed, _missed if lost is None else lost))
+    _missed = None
     ARENA.begin_generation()
     sets = runtime.registered_process_sets()
     if _present is not None:
@@ -57,7 +59,12 @@ def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = Non
         ranks_of = {}
     kept = [process_set for process_set in sets if id(process_set) in ranks_of]
     # Nothing is changed before the session stands: where a rank dies meanwhile, the next ticket counts.
-    runtime.begin(Session(transport, ticket.world, settings, [ranks_of[id(process_set)] for process_set in kept]))
+    try:
+        session = Session(transport, ticket.world, settings, [ranks_of[id(process_set)] for process_set in kept])
+    except PeerLostError as error:
+        _missed = None if error.rank is None else ticket.members[error.rank].process
+        raise
+    runtime.begin(session)
     for process_set in sets:
         if id(process_set) not in ranks_of:
             process_set.process_set_id = None
@@ -74,19 +81,27 @@ def _leave(failed: bool) -> int | None:
     session = runtime.take_session()
     if session is None:
         return None
-    error = session.engine.mailbox.error
+    engine = session.engine
+    goodbye = None
+    if not failed and engine.mailbox.error is None:
+        goodbye = GoodbyeWait(engine, LEAVING, 0, failed=False)
+        # A rank that fails meanwhile says no goodbye.
+        engine.driver.drive_until(lambda: goodbye.over() or engine.mailbox.error is not None)
+    error = engine.mailbox.error
+    rank = error.rank if isinstance(error, PeerLostError) else None
+    for loss in goodbye.losses[:1] if goodbye is not None and error is None else []:
+        logger.warning("%s", engine.watch.loss_text(loss, " and did not say goodbye"))
+        rank = loss.rank
     if failed or error is not None:
         _clear_frames(error)
         if _present is not None:
             _present.transport.closing_seconds = CLOSING_SECONDS
-        if not session.free():
-            raise HorovodInternalError(
-                f"{session.engine.mailbox.me()} cannot enter another generation: a library that hvdkit has called does "
-                "not come back.\nHINT: end this process, so that another one takes its place."
-            )
-    elif (lost := session.close()) is not None:
-        logger.warning("%s", lost)
-    rank = error.rank if isinstance(error, PeerLostError) else None
+    is_graceful = goodbye is not None and error is None and not goodbye.missing()
+    if not session.free(is_graceful) and (failed or error is not None):
+        raise HorovodInternalError(
+            f"{engine.mailbox.me()} cannot enter another generation: a library that hvdkit has called does not come "
+            "back.\nHINT: end this process, so that another one takes its place."
+        )
     return None if rank is None or _present is None else _present.ticket.members[rank].process
 
 

@@ -15,7 +15,8 @@ class Limits:
     ``start``: the ranks of the first generation. ``seconds``: the longest wait for enough ranks, and for a process
     that does not ask. ``resets``: the most generations after the first, None for any number. ``cooldown``: the shortest
     and the longest time in seconds for which a failure closes its whole host (Horovod's policy); None: a failure
-    concerns its slot alone. ``hosts_may_change``: other hosts may be found later.
+    concerns its slot alone. ``hosts_may_change``: other hosts may be found later. ``rescues``: the state outlives the
+    job, which therefore ends when all hosts leave.
     """
 
     start: int
@@ -25,6 +26,7 @@ class Limits:
     resets: int | None = None
     cooldown: tuple[float, float] | None = None
     hosts_may_change: bool = False
+    rescues: bool = False
 
 
 class Start(NamedTuple):
@@ -42,9 +44,13 @@ class Kill(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Tell members of the present generation to ask at their next commit."""
+    """Tell members of the present generation to ask at their next commit.
+
+    ``gone``: members that have failed since the last interrupt, for which those that still connect need not wait.
+    """
 
     workers: tuple[int, ...]
+    gone: tuple[int, ...] = ()
 
 
 class Form(NamedTuple):
@@ -70,4 +76,10 @@ class EndJob(NamedTuple):
     reason: str
 
 
-Action = Start | Kill | Interrupt | Form | Dismiss | EndJob
+class Announce(NamedTuple):
+    """Tell the user that slots were closed, and why."""
+
+    text: str
+
+
+Action = Start | Kill | Interrupt | Form | Dismiss | EndJob | Announce

@@ -1,7 +1,8 @@
 """The agent: it runs the processes of an elastic job on one host, for the driver at the other end of its pipes.
 
-``hvdkitrun`` starts this file on every host, here or by ssh. Frames travel over standard input and output: the driver's
-orders, and the processes' output, asks and ends. A process is started by ``worker``, so that it ends with the agent,
+``hvdkitrun`` starts this file on every host, here or by ssh; ``hvdkitrun --join`` has an agent with a connection in
+place of the pipes. Frames travel over standard input and output: the driver's orders, and the processes' output, asks
+and ends. A process is started by ``worker``, so that it ends with the agent,
 and has one end of a socket, over which lines pass between it and the driver. The agent sends its time at regular
 intervals, and the driver sends it back. If no such echo is younger than the deadline, this host is cut off, and the
 agent ends its processes: the driver may have started others in their places by then. The file runs by its path, so it
@@ -27,8 +28,8 @@ SOCKET = "HVDKIT_ELASTIC_SOCKET"  # as in environments/elastic
 ADDRESS = "HVDKIT_ELASTIC_ADDRESS"
 
 # Orders of the driver, and news of the agent.
-CONFIGURE, START, TELL, KILL, STOP, ECHO = range(6)
-BEAT, OUTPUT, ERRORS, LINE, ENDED, LEAVES = range(6)
+CONFIGURE, START, TELL, KILL, STOP, ECHO, END = range(7)
+BEAT, OUTPUT, ERRORS, LINE, ENDED, LEAVES, JOIN = range(7)
 
 BEAT_SECONDS = 1.0
 END_SECONDS = 3.5  # for the workers to end their processes, which get SIGKILL after 2.5 s
@@ -118,10 +119,11 @@ class _Process:
 
 
 class Agent:
-    """The processes of this host."""
+    """The processes of this host, which listen at ``address``. ``verdict``: the status and the words of END."""
 
-    def __init__(self, channel: Channel, wake: int) -> None:
-        self._channel, self._wake = channel, wake
+    def __init__(self, channel: Channel, wake: int, address: str) -> None:
+        self._channel, self._wake, self._address = channel, wake, address
+        self.verdict: tuple[int, str] | None = None
         self._processes: dict[int, _Process] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel.reading, selectors.EVENT_READ)
@@ -178,7 +180,7 @@ class Agent:
             elif key.fd == self._channel.reading:
                 try:
                     for frame in self._channel.receive():
-                        self._obey(frame)
+                        self.obey(frame)
                 except EOFError:
                     self._is_ending = True
             elif key.data in self._processes:
@@ -187,11 +189,13 @@ class Agent:
     def _note_signals(self, numbers: bytes) -> None:
         if not {signal.SIGTERM, signal.SIGUSR1}.isdisjoint(numbers):
             self._send(LEAVES)
+        self._is_ending |= not {signal.SIGINT, signal.SIGHUP}.isdisjoint(numbers)
         for number, process in list(self._processes.items()):
             if process.worker.poll() is not None:
                 self._finish(number)
 
-    def _obey(self, frame: Frame) -> None:
+    def obey(self, frame: Frame) -> None:
+        """Carry out an order."""
         process = self._processes.get(frame.process)
         if frame.kind == CONFIGURE:
             self._deadline = json.loads(frame.payload)["deadline"]
@@ -200,6 +204,8 @@ class Agent:
             self._echoed_at, self._printed = BEAT_FORMAT.unpack(frame.payload)
         elif frame.kind == START:
             self._start(frame.process, json.loads(frame.payload))
+        elif frame.kind == END:
+            self.verdict, self._is_ending = json.loads(frame.payload), True
         elif frame.kind == STOP:
             for each in self._processes.values():
                 each.write(b"stop\n")  # gives its process time to save
@@ -215,7 +221,7 @@ class Agent:
         with inherited:
             descriptor = inherited.fileno()
             header["environment"][SOCKET] = str(descriptor)
-            header["environment"].setdefault(ADDRESS, own_address())
+            header["environment"].setdefault(ADDRESS, self._address)
             header["pass_fds"] = [descriptor]
             pipe = subprocess.PIPE
             worker = subprocess.Popen(  # noqa: S603 (the worker)
@@ -276,12 +282,6 @@ class Agent:
                 process.worker.wait(max(0.0, until - time.monotonic()))
 
 
-def own_address() -> str:
-    """Return the address by which ssh reached this host, else the loopback."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else "127.0.0.1"
-
-
 def main() -> None:
     """Run the agent between standard input and output."""
     wake, sending = os.pipe()
@@ -291,7 +291,9 @@ def main() -> None:
         signal.signal(number, lambda number, frame: None)
     for number in (signal.SIGINT, signal.SIGHUP):  # standard input closes then
         signal.signal(number, signal.SIG_IGN)
-    Agent(Channel(0, 1), wake).run()
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    address = words[2] if len(words) == 4 else "127.0.0.1"  # by which ssh reached this host
+    Agent(Channel(0, 1), wake, address).run()
 
 
 if __name__ == "__main__":

@@ -11,73 +11,42 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdkit.environments.elastic import DISMISSAL, INTERRUPT, TICKET
 from hvdkit.environments.ticket import Member, Ticket
 from hvdkit.launch import worker
 from hvdkit.launch.elastic import agent
-from hvdkit.launch.elastic.actions import Action, Dismiss, EndJob, Form, Interrupt, Kill, Start
+from hvdkit.launch.elastic.actions import Action, Announce, Dismiss, EndJob, Form, Interrupt, Kill, Start
 from hvdkit.launch.elastic.agent import Frame
 from hvdkit.launch.elastic.discovery import Discovery
-from hvdkit.launch.elastic.host import AGENT, AgentHost
-from hvdkit.launch.elastic.job import ElasticJob
+from hvdkit.launch.elastic.found import HostsFound
+from hvdkit.launch.elastic.host import AGENT, AgentHost, HostedProcess, JoinedAgent, StartedAgent
+from hvdkit.launch.elastic.job import ElasticJob, ElasticOutcome, ProcessEnd
+from hvdkit.launch.elastic.listener import Applicant, Listener, refuse
 from hvdkit.launch.elastic.membership import Membership
 from hvdkit.launch.elastic.printer import Printer
-from hvdkit.launch.elastic.slots import ProcessSlot
+from hvdkit.launch.elastic.slots import ProcessSlot, slots_in_words
 from hvdkit.launch.ssh import is_local
 from hvdkit.launch.supervise import Child
 
 ENDING_SECONDS = agent.END_SECONDS + 1.0  # for the agents to end
-POLL_SECONDS = 0.1  # between two looks whether a script that finds hosts has ended
 _FOR_EVER = 3600.0
 _is_local = cache(is_local)
-
-
-@dataclass
-class _Process:
-    """A process of the job. ``rank``: in the generation of which it is a member."""
-
-    host: AgentHost
-    slot: int
-    address: tuple[str, int] = ("", 0)  # where it listens, since it asked
-    rank: int | None = None
-    is_dismissed: bool = False
-
-
-class ProcessEnd(NamedTuple):
-    """The end of a process. ``rank``: its number, where it never had a rank. ``code``: as in subprocess."""
-
-    process: int
-    rank: int
-    code: int
-
-
-@dataclass
-class ElasticOutcome:
-    """The end of an elastic job.
-
-    ``reason``: the reason of its failure, "" for success. ``signal``: the signal that ended it. ``ends``: the processes
-    that ended in its last generation, in their order.
-    """
-
-    reason: str | None = None
-    signal: int | None = None
-    ends: list[ProcessEnd] = field(default_factory=list)
 
 
 class ElasticDriver:
     """The state of a running job."""
 
-    def __init__(self, job: ElasticJob, hosts: Mapping[str, int] | Discovery, wake: int) -> None:
+    def __init__(
+        self, job: ElasticJob, hosts: Mapping[str, int] | Discovery, wake: int, listener: Listener | None = None
+    ) -> None:
         self._job, self._wake = job, wake
         self._membership = Membership(job.limits)
-        self._discovery = hosts if isinstance(hosts, Discovery) else None
-        self._static = None if isinstance(hosts, Discovery) else hosts
+        self._found, self._listener = HostsFound(hosts), listener
         self._hosts: dict[str, AgentHost] = {}
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, HostedProcess] = {}
         self._losses: list[Callable[[], str]] = []  # of members, since the last generation began: how to tell of them
         self._outcome = ElasticOutcome()
         self._closes_at = math.inf  # when the agents are told to end, if processes save until then
@@ -89,8 +58,6 @@ class ElasticDriver:
     def run(self) -> ElasticOutcome:
         """Run the job, and return its end when all its processes have ended."""
         try:
-            # A job whose script gives no answer has no hosts, so that it ends after the timeout.
-            self._do(self._membership.hosts_found(time.monotonic(), self._static or {}))
             while self._outcome.reason is None or self._hosts:
                 self._look()
                 if time.monotonic() >= self._ends_at:
@@ -98,10 +65,11 @@ class ElasticDriver:
                 if self._printer.error is not None:
                     raise self._printer.error
         finally:
-            if self._discovery is not None:
-                self._discovery.close()
+            self._found.close()
+            if self._listener is not None:
+                self._listener.close()
             for host in self._hosts.values():
-                host.kill()
+                host.link.kill()
         self._printer.close()
         return self._outcome
 
@@ -109,7 +77,7 @@ class ElasticDriver:
         """Wait for news, and act on it and on the time."""
         now = time.monotonic()
         times = [now + _FOR_EVER, self._membership.wakes_at(), *(host.lost_at for host in self._hosts.values())]
-        times += [self._closes_at, self._ends_at, now + POLL_SECONDS if self._discovery is not None else math.inf]
+        times += [self._closes_at, self._ends_at, self._found.looks_at(now)]
         for host in self._hosts.values():
             is_waiting = host.channel.writing in self._selector.get_map()
             if host.channel.has_more and not is_waiting:
@@ -126,11 +94,16 @@ class ElasticDriver:
             if now >= host.lost_at:
                 host.reason = "it gave no sign of life"
                 self._lose(host)
+            elif host.is_leaving and not host.is_dismissed and not self._processes_of(host):
+                host.dismiss()
+                self._say(partial("host {} has left the job".format, host.name))
         if self._outcome.reason is not None:
             if self._closes_at < math.inf and (now >= self._closes_at or not self._processes):
                 self._close()
         else:
-            if self._discovery is not None and (hosts := self._discovery.look(now)) is not None:
+            for applicant in self._listener.take() if self._listener is not None else []:
+                self._admit(applicant)
+            if (hosts := self._found.look(now)) is not None:
                 self._do(self._membership.hosts_found(now, hosts))
             if now >= self._membership.wakes_at():
                 self._do(self._membership.time_passed(now))
@@ -139,9 +112,9 @@ class ElasticDriver:
         if descriptor == host.channel.writing:
             with contextlib.suppress(BrokenPipeError):
                 host.channel.flush()
-        elif descriptor == host.errors:
+        elif descriptor in host.link.errors:
             if not host.read_errors():
-                self._selector.unregister(host.errors)
+                self._selector.unregister(descriptor)
         else:
             try:
                 for frame in host.receive(time.monotonic()):
@@ -155,6 +128,7 @@ class ElasticDriver:
         if frame.kind in (agent.OUTPUT, agent.ERRORS):
             self._printer.put(partial(self._print, host, frame))
         elif frame.kind == agent.LEAVES:
+            host.is_leaving = self._found.has_joined(host.name)
             self._do(self._membership.host_leaves(now, host.name))
         elif number in self._processes and frame.kind == agent.LINE:
             ask = json.loads(frame.payload)
@@ -167,7 +141,7 @@ class ElasticDriver:
         self._job.output.write(frame.process, "stdout" if frame.kind == agent.OUTPUT else "stderr", frame.payload)
         host.printed += len(frame.payload)
 
-    def _note_end(self, process: _Process, number: int, code: int) -> None:
+    def _note_end(self, process: HostedProcess, number: int, code: int) -> None:
         code = 128 - code if process.host.is_remote and code > 128 else code  # its worker saw a signal
         if not process.is_dismissed and (not code or self._outcome.reason is None):
             rank = number if process.rank is None else process.rank  # the first processes are numbered as ranks are
@@ -183,22 +157,42 @@ class ElasticDriver:
     def _lose(self, host: AgentHost) -> None:
         """Forget a host and its processes, which are dead."""
         del self._hosts[host.name]
-        for source in (host.channel.reading, host.channel.writing, host.errors):
+        for source in (*host.sources, host.channel.writing):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
         with contextlib.suppress(BlockingIOError):
             while host.read_errors():
                 pass
-        host.kill()
-        if self._outcome.reason is None:
-            lost = [number for number, process in self._processes.items() if process.host is host]
-            ranks = [self._processes.pop(number).rank for number in lost]
+        host.link.kill()
+        if self._outcome.reason is not None:
+            return
+        self._found.leave(host.name)
+        if not host.is_dismissed:
+            ranks = [self._processes.pop(number).rank for number in self._processes_of(host)]
             fact = f"host {host.name} is lost: {host.why()}"
-            if any(rank is not None for rank in ranks):
-                self._losses.append(lambda: fact)
-            else:
-                self._say(lambda: fact)
+            tell = self._losses.append if any(rank is not None for rank in ranks) else self._say
+            tell(lambda: fact)
             self._do(self._membership.host_lost(time.monotonic(), host.name))
+
+    def _processes_of(self, host: AgentHost) -> list[int]:
+        return [number for number, process in self._processes.items() if process.host is host]
+
+    def _admit(self, applicant: Applicant) -> None:
+        """Let a host join, unless there is another of its name."""
+        host = applicant.host
+        if host.name in self._hosts or self._found.knows(host.name):
+            refuse(applicant.channel, f"the job has a host {host.name} already")
+        else:
+            self._connect(host.name, JoinedAgent(applicant.channel))
+            self._found.join(host)
+            self._say(partial("host {} has joined with {}".format, host.name, slots_in_words(host.slots)))
+
+    def _connect(self, name: str, link: StartedAgent | JoinedAgent) -> AgentHost:
+        job = self._job
+        host = self._hosts[name] = AgentHost(name, link, time.monotonic(), job.deadline, job.options.start_timeout)
+        for source in host.sources:
+            self._selector.register(source, selectors.EVENT_READ, host)
+        return host
 
     def _note_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -210,16 +204,20 @@ class ElasticDriver:
             self._outcome.signal, self._outcome.reason = number, self._outcome.reason or ""
             if number != signal.SIGTERM:
                 self._close()
-                continue
-            self._closes_at = time.monotonic() + self._job.options.stop_grace + ENDING_SECONDS
-            for host in self._hosts.values():
-                host.send(agent.STOP)
+            else:
+                self._stop()
+
+    def _stop(self) -> None:
+        """Give the processes time to save their state."""
+        self._closes_at = time.monotonic() + self._job.options.stop_grace + ENDING_SECONDS
+        for host in self._hosts.values():
+            host.send(agent.STOP)
 
     def _close(self) -> None:
         """Have the agents end what is left of the job."""
         self._closes_at, self._ends_at = math.inf, time.monotonic() + ENDING_SECONDS
         for host in self._hosts.values():
-            host.end()
+            host.link.end(self._outcome.verdict())
 
     def _do(self, actions: list[Action]) -> None:
         """Carry out actions."""
@@ -231,7 +229,7 @@ class ElasticDriver:
                 self._form(action)
             elif isinstance(action, Interrupt):
                 for number in action.workers:
-                    self._tell(number, kind=INTERRUPT)
+                    self._tell(number, kind=INTERRUPT, gone=action.gone)
             elif isinstance(action, Dismiss):
                 self._processes[action.worker].is_dismissed = True
                 self._tell(action.worker, kind=DISMISSAL)
@@ -240,11 +238,17 @@ class ElasticDriver:
                 name = self._job.name_of(action.worker, process.rank, process.host.name)
                 self._say(partial("{} is killed: {}".format, name, action.reason))
                 process.host.send(agent.KILL, action.worker)
+            elif isinstance(action, Announce):
+                tell = self._losses.append if self._losses else self._say  # in one line with the losses that caused it
+                tell(partial(str, action.text))
             elif isinstance(action, EndJob):
                 for fact in self._losses:
                     self._say(fact)
                 self._outcome.reason = action.reason
-                self._close()
+                if action.reason and self._job.limits.rescues:
+                    self._stop()
+                else:
+                    self._close()
 
     def _start(self, start: Start, coming: set[ProcessSlot]) -> None:
         """Start a process; others are started in the slots ``coming``."""
@@ -252,17 +256,14 @@ class ElasticDriver:
         host = self._hosts.get(slot.host)
         if host is None:
             remote = [] if _is_local(slot.host) else job.ssh.argv(slot.host, AGENT)
-            host = AgentHost(slot.host, remote, time.monotonic(), job.deadline, job.options.start_timeout)
-            self._hosts[slot.host] = host
-            self._selector.register(host.channel.reading, selectors.EVENT_READ, host)
-            self._selector.register(host.errors, selectors.EVENT_READ, host)
+            host = self._connect(slot.host, StartedAgent(remote))
         places = {(process.host.name, process.slot) for process in self._processes.values()} | coming
         here = sum(name == slot.host for name, _ in places)
         offer = min(start.worker, len(places) - 1), len(places), slot.number, here
-        self._processes[start.worker] = _Process(host, slot.number)
+        self._processes[start.worker] = HostedProcess(host, slot.number)
         environment = job.environment_of(slot.host, offer, host.is_remote)
-        child = Child(job.options.command, environment, remote=host.remote, function=job.options.function)
-        host.send(agent.START, start.worker, child.header(job.options.stop_grace))
+        header = Child(job.options.command, environment, function=job.options.function).header(job.options.stop_grace)
+        host.send(agent.START, start.worker, {**header, "is_remote": host.is_remote})
 
     def _form(self, form: Form) -> None:
         """Send the tickets of a generation."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdkit.launch import UsageError
 from hvdkit.launch.elastic.actions import Limits
-from hvdkit.launch.hosts import Host
+from hvdkit.launch.hosts import Host, parse_hosts
 
 _FLAGS = {
     "least": "--min-np",
@@ -19,16 +20,32 @@ _FLAGS = {
     "cooldown": "--blacklist-cooldown-range",
     "script": "--host-discovery-script",
     "blacklist": "--blacklist",
+    "listen": "--listen",
 }
 
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """The limits of an elastic job, and the script that prints its hosts (None: they are those of the job)."""
+    """The limits of an elastic job, and the script that prints its hosts (None: they are those of the job).
+
+    ``listen``: where hosts join that know the secret, None if none may; an empty host stands for this host's address.
+    """
 
     limits: Limits
     script: str | None
     slots_per_host: int
+    listen: tuple[str, int] | None = None
+    secret_file: str = ""
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """The launcher whose job this host joins, and what this host offers."""
+
+    address: tuple[str, int]
+    secret_file: str
+    host: Host
+    start_timeout: float  # seconds in which the launcher must be found
 
 
 def add_to(
@@ -65,13 +82,43 @@ def add_to(
         metavar="SCRIPT",
         help="prints a line host:slots for each host there is",
     )
+    about = "hosts may join there that know the secret; without -H or a script there are no others (0: any free port)"
+    add("--listen", metavar="[ADDRESS:]PORT", help=about)
+    about = "the secret of --listen, which makes the file, and of --join"
+    add("--secret-file", metavar="FILE", help=about)
+    about = "run processes of the job that listens there on this host, until it ends; SIGTERM has this host leave"
+    add("--join", metavar="HOST:PORT", help=about)
+    add("--slots", type=whole, metavar="N", help="how many processes fit on the host that joins (1)")
+    add("--hostname", metavar="NAME", help="the name of the host that joins (its own)")
 
 
-def options_of(arguments: argparse.Namespace, hosts: list[Host] | None) -> ElasticOptions | None:
+def join_options_of(arguments: argparse.Namespace, start_timeout: float) -> JoinOptions:
+    """Return the options of ``--join``. Raises UsageError."""
+    if arguments.command or arguments.size is not None or arguments.listen is not None:
+        raise UsageError("--join takes no command, -np or --listen\nHINT: give them to the hvdkitrun that listens")
+    if arguments.secret_file is None:
+        raise UsageError("--join without --secret-file\nHINT: copy the file of hvdkitrun --listen to this host")
+    (host,) = parse_hosts(f"{arguments.hostname or socket.gethostname()}:{arguments.slots or 1}")
+    return JoinOptions(_address(arguments.join, "--join"), arguments.secret_file, host, start_timeout)
+
+
+def _address(text: str, flag: str) -> tuple[str, int]:
+    """Return the host, or "", and the port of ``[HOST:]PORT``."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535 or (not host and flag == "--join"):
+        raise UsageError(f"cannot read {flag} {text}\nHINT: as in {flag} host1:4000")
+    return host.strip("[]"), int(port)
+
+
+def options_of(arguments: argparse.Namespace, hosts: list[Host] | None, rescues: bool = False) -> ElasticOptions | None:
     """Return the options if any of the flags was given, else None. ``hosts``: those that the user named.
 
     Raises UsageError.
     """
+    listens = arguments.listen is not None
+    if listens != (arguments.secret_file is not None):
+        fact = "--listen without --secret-file" if listens else "--secret-file without --listen or --join"
+        raise UsageError(f"{fact}\nHINT: hosts that join prove that they know the secret in the file")
     given = [flag for name, flag in _FLAGS.items() if getattr(arguments, name) is not None]
     if not given:
         return None
@@ -85,12 +132,13 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None) -> Elast
         raise UsageError(f"{given[0]} without a number of processes\nHINT: add -np N, the number to start with")
     least = arguments.least or start
     slots = None if hosts is None else sum(host.slots for host in hosts)
-    most = arguments.most or max(start, slots or (start if arguments.script is None else 1 << 30))
+    may_change = listens or arguments.script is not None
+    most = arguments.most or (1 << 30 if may_change else max(start, slots or start))
     if least > start:
         raise UsageError(f"--min-np {least} is more than -np {start}\nHINT: -np is the number to start with")
     if start > most:
         raise UsageError(f"-np {start} is more than --max-np {most}\nHINT: -np is the number to start with")
-    if slots is not None and slots < start:
+    if slots is not None and slots < start and not may_change:
         raise UsageError(f"-np {start} asks for more processes than there are slots ({slots})\nHINT: lower -np, or -H")
     cooldown = (float("inf"),) * 2 if arguments.blacklist == "host" else arguments.cooldown
     if cooldown is not None and cooldown[0] > cooldown[1]:
@@ -98,6 +146,7 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None) -> Elast
     timeout = 600.0 if arguments.elastic_timeout is None else arguments.elastic_timeout
     limits = Limits(
         start, least, most, timeout, arguments.reset_limit, None if cooldown is None else tuple(cooldown),
-        hosts_may_change=arguments.script is not None,
+        hosts_may_change=may_change, rescues=rescues,
     )  # fmt: skip
-    return ElasticOptions(limits, arguments.script, arguments.slots_per_host or 1)
+    listen = _address(arguments.listen, "--listen") if listens else None
+    return ElasticOptions(limits, arguments.script, arguments.slots_per_host or 1, listen, arguments.secret_file or "")

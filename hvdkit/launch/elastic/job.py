@@ -1,9 +1,10 @@
-"""An elastic job: its options, the environment of its processes, and the words for them."""
+"""An elastic job: its options, the environment of its processes, the words for them, and its outcome."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hvdkit.environments import network
 from hvdkit.environments.elastic import ADDRESS, HOST
@@ -62,6 +63,33 @@ class ElasticJob:
         """Return the words with the error of a process that told it. Called once its output is printed."""
         record = self.output.failures.records.get(process)
         return text if record is None else f"{text} ({shortened(record.error)})"
+
+
+class ProcessEnd(NamedTuple):
+    """The end of a process. ``rank``: its number, where it never had a rank. ``code``: as in subprocess."""
+
+    process: int
+    rank: int
+    code: int
+
+
+@dataclass
+class ElasticOutcome:
+    """The end of an elastic job.
+
+    ``reason``: the reason of its failure, "" for success. ``signal``: the signal that ended it. ``ends``: the processes
+    that ended in its last generation, in their order.
+    """
+
+    reason: str | None = None
+    signal: int | None = None
+    ends: list[ProcessEnd] = field(default_factory=list)
+
+    def verdict(self) -> tuple[int, str]:
+        """Return the exit status and the words with which hosts that joined end."""
+        if self.signal is not None:
+            return 1, f"hvdkitrun ended the job after {signal_name(self.signal)}"
+        return (1, f"the job ended: {self.reason}") if self.reason else (0, "the job has ended with success")
 
 
 def address_here(interfaces: list[str], may_be_elsewhere: bool) -> str:

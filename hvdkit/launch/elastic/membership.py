@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from hvdkit.launch.elastic.actions import Action, Dismiss, EndJob, Form, Interrupt, Kill, Limits, Start
+from hvdkit.launch.elastic.actions import Action, Announce, Dismiss, EndJob, Form, Interrupt, Kill, Limits, Start
 from hvdkit.launch.elastic.newcomers import Newcomers
 from hvdkit.launch.elastic.slots import FAILURE_SECONDS, ProcessSlot, Slots
 from hvdkit.launch.elastic.workers import ElasticWorker, Phase, choose_members, newest_of
@@ -24,7 +24,6 @@ PROGRAM_FAULT = "the data or the program is at fault"
 CONNECTION_FAULT = "the ranks cannot connect, or the program is at fault"  # no process ended
 BLAMED_SECONDS = 5.0  # until a member is killed that another one called lost, if it does not ask
 GATHERING_SECONDS = 5.0  # for which a process that is ready waits for others that load their program
-ENDING_SECONDS = 30.0  # until a process is killed that was dismissed
 
 
 class Membership:
@@ -33,7 +32,6 @@ class Membership:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._slots, self._newcomers = Slots(limits.cooldown), Newcomers(limits.least)
-        self._closing: set[str] = set()  # hosts that will be taken away
         self._workers: dict[int, ElasticWorker] = {}  # all that live
         self._started = self._generation = self._failed_starts = 0  # the last: before any process asked
         self._has_asked = self._has_trained = False  # any process, at any time; with a state
@@ -42,6 +40,7 @@ class Membership:
         self._short_since: float | None = None  # since when there is no generation
         self._steps = -1  # of the newest state, when the generation began; since then:
         self._is_interrupted = self._is_broken = self._is_examined = False
+        self._gone: list[int] = []  # members that failed, of which the others were not told yet
         self._fault = ""  # the reason of a failure
         self._blames: Counter[int] = Counter()  # how often each process was called lost
         self._failed_steps, self._failures = -1, 0  # how often in turn members failed in the same step
@@ -49,13 +48,12 @@ class Membership:
 
     def hosts_found(self, now: float, hosts: Mapping[str, int]) -> list[Action]:
         """Note the hosts that there are, with their slots. The processes of other hosts must leave."""
-        self._closing &= hosts.keys()
         self._slots.found(hosts)
         return self._decide(now)
 
     def host_leaves(self, now: float, host: str) -> list[Action]:
         """Note that a host will be taken away: its processes must leave, and nothing is started there."""
-        self._closing.add(host)
+        self._slots.leave(host)
         return self._decide(now)
 
     def host_lost(self, now: float, host: str) -> list[Action]:
@@ -78,10 +76,12 @@ class Membership:
             worker.phase, worker.since, worker.steps, worker.kill_at = Phase.WAITING, now, steps, math.inf
             self._has_asked = True
             self._has_trained |= steps is not None
-            self._is_broken |= failed and worker.generation == self._generation > 0
-            self._blames.update([] if lost is None else [lost])
+            if failed and worker.generation == self._generation > 0 and not self._is_broken:
+                self._is_broken = True
+                self._gone.append(number)  # the others learn of later ones from each other
             blamed = None if lost is None else self._workers.get(lost)
-            if blamed is not None and blamed.phase == Phase.MEMBER:
+            if blamed is not None and blamed.phase == Phase.MEMBER:  # else others only saw that it gave up before
+                self._blames[blamed.number] += 1
                 blamed.kill_at = min(blamed.kill_at, now + BLAMED_SECONDS)
         return self._decide(now)
 
@@ -106,9 +106,10 @@ class Membership:
     def _decide(self, now: float) -> list[Action]:
         self._now, self._actions = now, []
         for worker in self._workers.values():
-            can_stay = self._slots.exists(worker.slot) and worker.slot.host not in self._closing
             is_alone = worker.generation > 0 and self._limits.most == 1  # it cannot hand its state over
-            worker.must_leave = not can_stay and not is_alone
+            worker.must_leave = not self._slots.exists(worker.slot) and not is_alone
+        if not self._is_over and self._limits.rescues and self._slots.all_leave():
+            self._end("all hosts leave")
         if not self._is_over and not self._in(Phase.MEMBER):
             self._form()
         if not self._is_over:
@@ -116,6 +117,8 @@ class Membership:
             self._kill()
             self._interrupt()
             self._start()
+        self._actions[:0] = map(Announce, self._slots.news)
+        self._slots.news.clear()
         return self._actions
 
     def _in(self, *phases: Phase) -> list[ElasticWorker]:
@@ -127,6 +130,7 @@ class Membership:
         if worker.phase == Phase.ENDING:
             return
         has_finished = succeeded and worker.phase != Phase.WAITING
+        self._gone += [] if succeeded or worker.phase != Phase.MEMBER else [worker.number]
         if worker.phase == Phase.MEMBER and now - worker.since >= FAILURE_SECONDS:
             self._slots.succeed(worker.slot, now)
         if has_finished and worker.must_leave:  # because of that, or at the end of the program: the others tell
@@ -216,7 +220,8 @@ class Membership:
                 self._slots.succeed(worker.slot, self._now)
             worker.phase, worker.since, worker.generation = Phase.MEMBER, self._now, self._generation
         self._steps, self._short_since, self._ends, self._blames = newest, None, {}, Counter()
-        self._is_interrupted, self._is_broken, self._is_examined, self._fault = False, False, False, ""
+        self._is_interrupted = self._is_broken = self._is_examined = False
+        self._gone, self._fault = [], ""
 
     def _asked_again(self) -> list[ElasticWorker]:
         """Return the members of the present generation that have asked."""
@@ -235,12 +240,14 @@ class Membership:
             room -= not worker.must_leave
 
     def _interrupt(self) -> None:
-        """Have the members ask if another one has asked, others are ready to join, or some can leave."""
+        """Have the members ask if another one has asked or failed, others are ready to join, or some can leave."""
         members = self._in(Phase.MEMBER)
         changes = not self._is_finishing and (self._can_join() or self._can_leave(members))
-        if members and not self._is_interrupted and (changes or self._asked_again()):
+        has_reason = not self._is_interrupted and (changes or self._asked_again())
+        if members and (has_reason or self._gone):
             self._is_interrupted = True
-            self._actions.append(Interrupt(tuple(worker.number for worker in members)))
+            self._actions.append(Interrupt(tuple(worker.number for worker in members), tuple(self._gone)))
+            self._gone = []
 
     def _can_join(self) -> bool:
         """True if processes are ready for which there is room, since others were dismissed."""
@@ -254,15 +261,9 @@ class Membership:
 
     def _kills_at(self, worker: ElasticWorker) -> float:
         """Return when a process is to be killed."""
-        if worker.is_killed:
-            return math.inf
-        if worker.phase == Phase.ENDING:
-            return worker.since + ENDING_SECONDS
-        if worker.phase == Phase.STARTING:
-            return worker.since + self._limits.seconds
-        if worker.phase == Phase.MEMBER and (others := self._asked_again()) and not self._is_finishing:
-            return min(worker.kill_at, min(other.since for other in others) + self._limits.seconds)
-        return worker.kill_at
+        others = [] if self._is_finishing else self._asked_again()
+        missed_since = min((other.since for other in others), default=math.inf)
+        return worker.kills_at(missed_since, self._limits.seconds)
 
     def _kill(self) -> None:
         """Kill processes whose time is over."""
@@ -282,8 +283,7 @@ class Membership:
         self._actions.append(Kill(worker.number, reason))
 
     def _openings(self) -> list[ProcessSlot]:
-        slots = self._slots.open(self._now, {worker.slot for worker in self._workers.values()})
-        return [slot for slot in slots if slot.host not in self._closing]
+        return self._slots.open(self._now, {worker.slot for worker in self._workers.values()})
 
     def _start(self) -> None:
         """Start processes in open slots, as many as are wanted."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import signal
 from collections.abc import Callable
 
 from hvdkit import config
 from hvdkit.launch.elastic.discovery import Discovery
-from hvdkit.launch.elastic.driver import ElasticDriver, ElasticOutcome
-from hvdkit.launch.elastic.job import ElasticJob, address_here
+from hvdkit.launch.elastic.driver import ElasticDriver
+from hvdkit.launch.elastic.job import ElasticJob, ElasticOutcome, address_here
+from hvdkit.launch.elastic.listener import Listener, read_secret
 from hvdkit.launch.failures import exit_status, signal_name
 from hvdkit.launch.function import keep_failure, keep_results
 from hvdkit.launch.options import Options
@@ -22,7 +25,7 @@ def run_elastic(chosen: Options, environment: dict[str, str], say: Callable[[str
     assert chosen.elastic is not None
     elastic = chosen.elastic
     output = Output(elastic.limits.start, chosen.output_folder, chosen.timestamps, chosen.verbose, is_elastic=True)
-    elsewhere = elastic.script is not None or not all(is_local(host.name) for host in chosen.hosts)
+    elsewhere = elastic.limits.hosts_may_change or not all(is_local(host.name) for host in chosen.hosts)
     job = ElasticJob(
         chosen,
         elastic.limits,
@@ -37,7 +40,18 @@ def run_elastic(chosen: Options, environment: dict[str, str], say: Callable[[str
     hosts = {host.name: host.slots for host in chosen.hosts}
     source = hosts if elastic.script is None else Discovery(elastic.script, elastic.slots_per_host, say)
     with signals_as_bytes() as wake:
-        outcome = ElasticDriver(job, source, wake).run()
+        listener = None
+        if elastic.listen is not None:
+            host, port = elastic.listen
+            secret = read_secret(elastic.secret_file, may_create=True)
+            listener = Listener(
+                (host or job.own_address, port), secret, lambda: os.kill(os.getpid(), signal.SIGCHLD), say
+            )
+            address, port = listener.address
+            if ipaddress.ip_address(address).is_unspecified:
+                address = job.own_address
+            say(f"hosts join with: hvdkitrun --join {address}:{port} --secret-file {elastic.secret_file}")
+        outcome = ElasticDriver(job, source, wake, listener).run()
     output.close()
     return report(job, outcome)
 

@@ -9,6 +9,8 @@ from enum import Enum
 
 from hvdkit.launch.elastic.slots import ProcessSlot, Slots
 
+ENDING_SECONDS = 30.0  # until a process is killed that was dismissed
+
 
 class Phase(Enum):
     """The progress of a process.
@@ -41,6 +43,20 @@ class ElasticWorker:
     def newness(self) -> int:
         """A number that is larger where its state is newer."""
         return -1 if self.steps is None else self.steps
+
+    def kills_at(self, missed_since: float, seconds: float) -> float:
+        """Return when the process is to be killed.
+
+        ``missed_since``: when the first of the other members asked again. ``seconds``: the longest wait for a process
+        that does not ask.
+        """
+        if self.is_killed:
+            return math.inf
+        if self.phase == Phase.ENDING:
+            return self.since + ENDING_SECONDS
+        if self.phase == Phase.STARTING:
+            return self.since + seconds
+        return min(self.kill_at, missed_since + seconds) if self.phase == Phase.MEMBER else self.kill_at
 
 
 def newest_of(workers: Iterable[ElasticWorker]) -> int:
