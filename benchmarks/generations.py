@@ -1,4 +1,4 @@
-"""How soon ranks train on after one of them was killed, and what it costs to form a generation of an elastic job anew.
+"""How soon ranks train on after one of them was killed, left or joined, and what forming anew and commits cost.
 
     python benchmarks/generations.py
     python benchmarks/generations.py --kills 2 --rounds 5       # a quick look
@@ -6,7 +6,9 @@
 The ranks are forks of one process, which is also their launcher (tests/elastic/job.py), so no start of Python counts.
 A kill is measured from SIGKILL to the moment at which the last of the others begins its next step; ``computing`` is the
 time since the failed step began, most of which a rank computes without looking at the others. The state is sent only
-where some ranks have applied the step in which the others failed.
+where some ranks have applied the step in which the others failed. Joining counts from the commit at which the others
+stop until all have the new rank's first step before them, with 164 MB of state. Steps with a commit and without one are
+timed in blocks that alternate.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import common
 import torch
 import torch._dynamo  # as all below that ranks would import, each for itself
 from jobs import ROOT
+from models import VOCABULARY, WordTransformer
 from torch import nn
 from torch.nn import functional
 
@@ -32,23 +35,12 @@ sys.path.insert(0, str(ROOT))
 
 import hvdkit.torch as hvd
 from hvdkit.engine.session import generations
+from hvdkit.environments import elastic
 from tests.elastic.job import ElasticJob, Rank, run
 
+COMMIT_BLOCKS, COMMIT_STEPS = 12, 8
 SETTLING_STEPS, STEPS = 3, 9  # of a generation, before those that count as later ones, and in all
-WIDTH, WORDS, VOCABULARY, LAYERS = 384, 16, 8192, 8
-
-
-class Transformer(nn.Module):
-    """A transformer of 20.5 M parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        layers = (nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS))
-        self.layers, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.embedding(words)))
+WORDS = 16  # of a sample
 
 
 def workload(is_large: bool) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
@@ -59,7 +51,7 @@ def workload(is_large: bool) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
             nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
         )
         return model, lambda: model(torch.randn(8, 256)).square().mean()
-    model, words = Transformer(), torch.randint(0, VOCABULARY, (1, WORDS))
+    model, words = WordTransformer(), torch.randint(0, VOCABULARY, (1, WORDS))
     return model, lambda: functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
 
 
@@ -143,6 +135,79 @@ def measure_forming(ranks: int, hosts: int, rounds: int) -> list[dict[str, float
     return rows[1:]
 
 
+def train_elastic(rank: Rank) -> None:
+    """Train under hvd.elastic.run with a commit in each step, and tell when the others stop and go on."""
+    elastic._launcher = rank
+    hvd.init()
+    model, loss = workload(is_large=True)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+
+    def step(commits: bool) -> float:
+        began = time.monotonic()
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        rank.facts["stopped"] = time.monotonic()
+        if commits:
+            state.commit()
+        return time.monotonic() - began
+
+    @hvd.elastic.run
+    def train_on(state: Any) -> None:
+        rank.send(began=time.monotonic())
+        if rank.order.get("commits"):
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            for block in range(2 * COMMIT_BLOCKS):
+                # The first ones after a block without commits copy the parameters.
+                times = [step(bool(block % 2)) for _ in range(COMMIT_STEPS + 3)]
+                seconds[bool(block % 2)] += times[3:]
+            rank.send(**{"with": statistics.median(seconds[True]), "without": statistics.median(seconds[False])})
+        while True:
+            step(commits=True)
+
+    train_on(state)
+
+
+def measure_commits(ranks: int) -> list[dict[str, float]]:
+    """Return the seconds of a step with a commit and without one, of each rank."""
+    job = ElasticJob(train_elastic, places(ranks, 1))
+    job.form(commits=True)
+    job.reports()
+    rows = [{"with": row["with"], "without": row["without"]} for row in job.reports()]
+    job.end()
+    return [{**row, "1000 x ratio": row["with"] / row["without"]} for row in rows]
+
+
+def measure_changes(ranks: int, changes: int) -> list[dict[str, float]]:
+    """Have one rank leave and a new one join so often. Return seconds from the last commit until all train on."""
+    job, rows = ElasticJob(train_elastic, places(ranks, 1)), []
+    job.form()
+    job.reports()
+    for _ in range(changes):
+        row = {}
+        for name in ("leaving", "joining"):
+            time.sleep(1.0)
+            asked = {}
+            if name == "joining":
+                job.add("host0", ranks - 1)
+                asked[job.workers[-1]] = job.workers[-1].receive()  # it is ready
+            for worker in job.workers[: ranks - (name == "joining")]:
+                worker.send(interrupt=True)
+            asked |= {worker: worker.receive() for worker in job.workers if worker not in asked}
+            stopped = max(ask["stopped"] for ask in asked.values() if "stopped" in ask)
+            if name == "leaving":
+                leaver = job.workers.pop()
+                del asked[leaver]
+                leaver.send(dismissal=True)
+            job.form(asked=asked)
+            row[name] = slowest(job.reports(), "began") - stopped
+        rows.append(row)
+    job.end()
+    return rows
+
+
 def places(ranks: int, hosts: int) -> list[tuple[str, int]]:
     each = -(-ranks // hosts)
     return [(f"host{rank // each}", rank % each) for rank in range(ranks)]
@@ -176,6 +241,9 @@ def main() -> None:
     for is_large, hosts in ((False, 1), (False, 2), (True, 1), (True, 2)):
         model = "20.5 M" if is_large else "0.4 M"
         add(f"one of 4 ranks on {hosts} hosts is killed, {model}", measure_kills(4, hosts, is_large, args.kills))
+    for ranks in (2, 4):
+        add(f"{ranks} ranks, a step with a commit and without", measure_commits(ranks))
+        add(f"one of {ranks} ranks leaves, a new one joins with 164 MB", measure_changes(ranks, args.kills))
     args.out.write_text(json.dumps({"unit": "ms: median, worst", **results}, indent=1) + "\n")
 
 

@@ -15,7 +15,7 @@ import torch
 import hvdkit
 import hvdkit.torch as hvd
 from hvdkit.environments import elastic
-from tests.elastic.job import Answer, ElasticJob, Rank, newness, run
+from tests.elastic.job import Answer, ElasticJob, Rank, Worker, newness, run
 from tests.elastic.training import DisturbedState, OwnSyncState, rank_that_trains
 
 PLACES = [("here", slot) for slot in range(4)]
@@ -25,7 +25,7 @@ def begin(job: ElasticJob, **order: Any) -> tuple[list[Answer], list[Answer]]:
     """Form a generation, all of whose ranks have the same state. Return what they asked and told."""
     asked = job.form(**order)
     begun = job.reports()
-    for fact in ("batch", "commits", "first", "sizes"):
+    for fact in ("batch", "commits", "first", "sizes", "digest"):
         assert [each[fact] == begun[0][fact] for each in begun] == [True] * len(begun), (fact, begun)
     return asked, begun
 
@@ -89,6 +89,42 @@ def transfers() -> None:
     _, begun = begin(job)
     assert [each["syncs"] for each in begun] == [2, 2, 2, 1]
     finish(job)
+
+
+def random_events(count: int, compression: Any) -> None:
+    """Ranks die, leave and join in any order; no commit is lost, and a process that saw all of it holds no more."""
+    os.environ["HVDKIT_TIMEOUT_SECONDS"] = "1"  # after which rank 0 misses a rank that has never connected
+    choose = random.Random(count)
+    job = ElasticJob(lambda rank: rank_that_trains(rank, compression=compression), PLACES)
+    begin(job)
+    oldest, held = job.workers[0], []
+    for _ in range(count):
+        time.sleep(choose.uniform(0.0, 0.03))
+        asked: dict[Worker, Answer] | None = None
+        others = [worker for worker in job.workers if worker is not oldest]
+        event = choose.choice(["kill", "leave", "die while forming"]) if len(others) > 1 else "join"
+        if event == "join":
+            grow(job, choose.randrange(3, 6))
+        elif event == "kill":
+            job.lose(job.workers.index(choose.choice(others)))
+        else:
+            job.workers[0].send(interrupt=True)
+            asked = {worker: worker.receive() for worker in job.workers}
+            leaver = choose.choice(others)
+            if event == "leave":
+                job.workers.remove(leaver)
+                del asked[leaver]
+                leaver.send(dismissal=True)
+                assert leaver.wait() == 0
+            else:
+                job.form(killed=leaver, asked=asked)
+                asked = None
+        told, begun = begin(job, asked=asked)
+        assert begun[0]["batch"] == newest_batch(told)
+        held.append(begun[job.workers.index(oldest)]["held"])
+    settled, last = held[count // 3], held[-1]
+    assert all(now <= before + 2 for before, now in zip(settled, last, strict=True)), (settled, last)
+    job.end()
 
 
 def deaths_while_forming() -> None:
@@ -312,7 +348,12 @@ def versions() -> None:
     finish(job)
 
 
+TOPK = {"*": hvd.Compression.topk(0.05, compress="everywhere")}
 SCENARIOS: dict[str, Callable[[], None]] = {
+    "15 random events": lambda: random_events(15, hvd.Compression.none),
+    "15 random events with top-k": lambda: random_events(15, TOPK),
+    "150 random events": lambda: random_events(150, hvd.Compression.none),
+    "150 random events with top-k": lambda: random_events(150, TOPK),
     "kills with a commit in each batch": lambda: kills(1),
     "kills with a commit in each third batch": lambda: kills(3),
     "transfers": transfers,

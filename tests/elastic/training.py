@@ -9,6 +9,8 @@ import functools
 import hashlib
 import os
 import signal
+import threading
+from typing import Any
 
 import torch
 import torch._dynamo  # which optimizers load: not in each fork anew
@@ -120,24 +122,33 @@ class OwnSyncState(DisturbedState):
         self.launcher.facts["batch"] = self.batch
 
 
-def rank_that_trains(rank: Rank, batches_per_commit: int = 1, kind: type[DisturbedState] = DisturbedState) -> None:
+def rank_that_trains(
+    rank: Rank,
+    batches_per_commit: int = 1,
+    kind: type[DisturbedState] = DisturbedState,
+    compression: Any = hvd.Compression.none,
+) -> None:
     """Train until a ticket comes with ``last``, the number of batches after which all ranks return."""
     elastic._launcher = rank  # type: ignore[assignment]
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (rank.offer.rank, rank.offer.size)
     model, inner, scheduler = new_training(rank.offer.rank)  # rank 0 gives the others its own
-    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), compression=compression)
     state = kind(rank, model, optimizer, scheduler=scheduler, batch=0, sizes=[], first=-1)
     state.first = rank.offer.rank  # after the state has saved itself for the first time
     api.send_state = state.send
     resets: list[list[int]] = []
+
+    def digest() -> str:
+        return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
+
     state.register_reset_callbacks([lambda: resets.append([hvd.rank(), hvd.size()])])
 
     @hvd.elastic.run
     def train(state: DisturbedState) -> None:
         rank.send(
             batch=state.batch, sizes=state.sizes, first=state.first, commits=state._version.commits, syncs=state.syncs,
-            resets=resets,
+            resets=resets, digest=digest(), held=[len(os.listdir("/proc/self/fd")), threading.active_count()],
         )  # fmt: skip
         while state.batch < rank.order.get("last", ENDLESS):
             if rank.order.get("dies") == [hvd.rank(), state.batch]:
