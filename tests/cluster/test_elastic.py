@@ -46,8 +46,9 @@ class Job:
     def finish(self) -> None:
         """Have all ranks end at the same step, with success and nothing left behind."""
         self._cluster.shell("touch /tmp/end", WORKERS[0])
-        rest = self._process.communicate()[0]
-        assert self._process.returncode == 0, "".join(self.said) + rest
+        assert self._process.stdout is not None
+        self.said += self._process.stdout
+        assert self._process.wait() == 0, "".join(self.said)
         self._cluster.shell("rm /tmp/end", WORKERS[0])
         assert self._cluster.left_on_hosts() == {}
 
@@ -61,7 +62,7 @@ def elastic_job(cluster: Cluster, *flags: str) -> Iterator[Job]:
 def test_a_rank_that_is_killed_is_replaced_on_its_host(cluster: Cluster):
     with elastic_job(cluster, "-np", "3", "--min-np", "1", "-H", HOSTS) as job:
         job.wait_for(3)
-        cluster.shell("pkill -KILL -f elastic_program", WORKERS[1])
+        cluster.shell("pkill -KILL -f '[e]lastic_program'", WORKERS[1])
         shrunk = job.wait_for(2)
         grown = job.wait_for(3)
         assert 0 < shrunk[0]["steps"] < grown[0]["steps"] == grown[2]["steps"]
@@ -94,9 +95,9 @@ def test_hosts_join_without_ssh_and_leave(cluster: Cluster):
             words = ["hvdkitrun", "--join", "launcher:4000", "--secret-file", "/tmp/secret"]  # noqa: S108 (there)
             joined[host] = stack.enter_context(cluster.running(words, host, **ENVIRONMENT))
         job.wait_for(3)
-        cluster.shell("rm /tmp/secret; pkill -TERM -f ' --join '", WORKERS[2])
+        cluster.shell("rm /tmp/secret; pkill -TERM -f 'bin/hvdkitrun [-]-join'", WORKERS[2])
         job.wait_for(2)
-        assert "left" in joined[WORKERS[2]].communicate()[0]
+        assert joined[WORKERS[2]].wait() == 0
         for host in WORKERS[:2]:
             cluster.shell("rm /tmp/secret", host)
         job.finish()
