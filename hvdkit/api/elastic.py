@@ -31,7 +31,7 @@ logger = logging.getLogger("hvdkit")
 
 _VERSIONS = "hvdkit.elastic.versions"
 Result = TypeVar("Result")
-_is_first_run = True  # the first call in this process, which may begin with a rescued state
+_runs = 0  # the calls of functions that ``run`` has decorated
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
@@ -56,7 +56,13 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
-        call, launcher, rescue = functools.partial(func, state, *args, **kwargs), elastic.launcher(), from_settings()
+        global _runs
+        call, launcher, rescue = (
+            functools.partial(func, state, *args, **kwargs),
+            elastic.launcher(),
+            from_settings(_runs),
+        )
+        _runs += 1
         if rescue is not None:
             return _run_with_rescue(rescue, launcher, call, state)
         if launcher is not None:
@@ -76,8 +82,8 @@ def _run_with_rescue(
     rescue: Rescue, launcher: elastic.ElasticLauncher | None, call: Callable[[], Result], state: State
 ) -> Result:
     """Begin with a rescued state, and rescue the state if the job ends before the function returns."""
-    global _is_first_run
-    has_state, _is_first_run = _is_first_run and rescue.read(state), False
+    state.save()
+    has_state = rescue.read(state)
     state._must_leave = lambda: rescue.is_due
     with rescue:
         try:
@@ -93,8 +99,7 @@ def _run_with_rescue(
                 state._interrupt()
             rescue.write(state)
             raise
-    if runtime.topology().rank == 0:
-        rescue.clear()
+    rescue.clear()
     return result
 
 
@@ -112,12 +117,15 @@ def _run(
     place = _place() if runtime.is_initialized() else None
     # An earlier call has connected this process, with another function or state.
     is_member = stays = runtime.current() is not None
-    failed = False
+    failed, is_new = False, True
     state.save()  # to which a rank returns that has received a part of another rank's state
     while True:
         steps = state._version.commits if has_state or is_member else None
         with waiting():
-            needs_sync = stays or _enter_next(launcher, failed, steps).needs_sync
+            ticket = None if stays else _enter_next(launcher, failed, steps)
+        if is_new and ticket is not None and ticket.generation > 1:
+            has_state = False  # a rescued state is older than that of a job that has begun
+        is_new, needs_sync = False, ticket is None or ticket.needs_sync
         try:
             if place != _place():
                 state.on_reset()

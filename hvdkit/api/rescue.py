@@ -11,27 +11,29 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from hvdkit import config
-from hvdkit.api.states import LeaveJob, State, Version
+from hvdkit.api.states import State, Version, leave_job
 from hvdkit.api.transfer import StatePickler
 
 logger = logging.getLogger("hvdkit")
 
-_PATTERN = "state-*.hvdkit"
-
 
 class Rescue:
-    """The folder of rescued states, which processes of several hosts may use at once."""
+    """The folder of rescued states, which processes of several hosts may use at once.
 
-    def __init__(self, folder: Path) -> None:
+    ``number``: of the call of ``run`` in the program, whose states no other call reads.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._number, self._process = folder, number, os.getpid()
         self._is_waiting = False  # for other ranks, so that SIGTERM need not wait for a commit
         self.is_due = False
 
@@ -48,9 +50,12 @@ class Rescue:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _note(self, *_: Any) -> None:
+        if os.getpid() != self._process:  # as of a data loader
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         self.is_due = True
         if self._is_waiting:
-            raise LeaveJob(0)
+            raise leave_job()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -58,7 +63,7 @@ class Rescue:
         self._is_waiting = True
         try:
             if self.is_due:
-                raise LeaveJob(0)
+                raise leave_job()
             yield
         finally:
             self._is_waiting = False
@@ -68,13 +73,16 @@ class Rescue:
         if not state._can_send():
             logger.warning("The state is not rescued, since %s has a sync() of its own.", type(state).__name__)
             return
-        path = self._folder / "state-{:012d}-{:06d}.hvdkit".format(*state._version)
+        if state._version == Version():
+            return  # nothing is lost
+        path = self._folder / "state-{}-{:012d}-{:06d}.hvdkit".format(self._number, *state._version)
         with open(self._folder / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with this process
+            with suppress(OSError):  # a file system without locks: several processes may write, each a file of its own
+                fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with this process
             earlier = self._paths()
             if earlier and earlier[-1].name >= path.name:
                 return
-            part = path.with_suffix(".part")
+            part = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
             with open(part, "wb") as file:
                 file.write(json.dumps(state._version).encode() + b"\n")
                 StatePickler(file, protocol=5).dump(state._content())
@@ -82,7 +90,7 @@ class Rescue:
                 os.fsync(file.fileno())
             part.rename(path)
             for other in earlier:
-                other.unlink()
+                other.unlink(missing_ok=True)
         logger.warning("The state is rescued in %s: the next start goes on from there.", path)
 
     def read(self, state: State) -> bool:
@@ -103,10 +111,10 @@ class Rescue:
             path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob(_PATTERN))
+        return sorted(self._folder.glob(f"state-{self._number}-*.hvdkit"))
 
 
-def from_settings() -> Rescue | None:
-    """Return the rescue that HVDKIT_RESCUE asks for; None if it is not set."""
+def from_settings(number: int) -> Rescue | None:
+    """Return the rescue that HVDKIT_RESCUE asks for, for a call of ``run``; None if it is not set."""
     folder = config.from_environment().rescue
-    return Rescue(Path(folder)) if folder else None
+    return Rescue(Path(folder), number) if folder else None

@@ -6,6 +6,7 @@ import copy
 import logging
 import queue
 import random
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -42,7 +43,12 @@ class Version(NamedTuple):
 
 
 class LeaveJob(SystemExit):
-    """The order to end this process with success, once its state is rescued."""
+    """The order to end this process, once its state is rescued."""
+
+
+def leave_job() -> LeaveJob:
+    """Return the order to end, with the status of SIGTERM where hvdkitrun would take success for the end of the job."""
+    return LeaveJob(0 if elastic.launcher() is None else 128 + signal.SIGTERM)
 
 
 class InterruptAgreement:
@@ -81,7 +87,8 @@ class State(ABC):
     Subclasses define ``save``, ``restore`` and ``sync``, and ``reset`` where the number of ranks matters to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
+        """Accept Horovod's two functions, which are not needed here."""
         self._host_messages: queue.Queue[Any] = queue.Queue()
         self._last_updated_timestamp = 0
         self._reset_callbacks: list[Callable[[], object]] = []
@@ -128,9 +135,10 @@ class State(ABC):
         All ranks call it after the same step. In an elastic job of several ranks it costs a small allreduce, whose
         result the next call takes where calls follow each other quickly.
         """
-        if self._must_leave():
-            raise LeaveJob(0)
+        self._check_passes()
         launcher = elastic.launcher()
+        if self._must_leave():
+            raise leave_job()
         is_wanted = launcher is not None and launcher.is_interrupted()
         while not self._host_messages.empty():
             self._last_updated_timestamp, _ = self._host_messages.get()
@@ -139,6 +147,9 @@ class State(ABC):
             is_wanted = self._agreement.on_any_rank(is_wanted)
         if is_wanted:
             raise HostsUpdatedInterrupt
+
+    def _check_passes(self) -> None:
+        """Raise ValueError between the backward passes of one step, whose gradients a failure would lose."""
 
     def _interrupt(self) -> None:
         """Save the state at an interrupt, so that a failure before ranks have met again loses no step."""
@@ -156,11 +167,7 @@ class State(ABC):
         """Restore the state after a failure. Steps that were applied since, and of which there is no copy, stay."""
         kept = self._kept_steps()
         self.restore()
-        if kept:
-            self._version = self._version._replace(changes=self._version.changes + kept)
-            logger.warning(
-                "A step that was not committed is kept: the script commits each, so nothing was copied before."
-            )
+        self._version = self._version._replace(changes=self._version.changes + kept)
 
     def _needs_copy(self) -> bool:
         """True unless the script commits each step: then a failed step changes nothing that optimizers change."""
@@ -173,6 +180,12 @@ class State(ABC):
     def _kept_steps(self) -> int:
         """Return the number of steps since the last save that ``restore`` does not take back."""
         return 0 if self._is_copied else sum(self._steps())
+
+    def _tell_of_kept_steps(self) -> None:
+        if self._kept_steps():
+            logger.warning(
+                "A step that was not committed is kept: the script commits each, so nothing was copied before."
+            )
 
     def _can_send(self) -> bool:
         """True if ``_content`` is what ``sync`` sends; False where a user has another ``sync``."""

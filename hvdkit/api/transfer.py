@@ -79,11 +79,17 @@ class StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return super().reducer_override(obj)
         if obj.layout != torch.strided or obj.is_quantized or obj.is_meta:
             return super().reducer_override(obj)
-        values = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return _tensor, (values.reshape(-1).view(torch.uint8).numpy(), obj.dtype, obj.shape, obj.device.type)
+        values = obj.detach().resolve_conj().resolve_neg().cpu()
+        # In the order in which the elements lie in memory, such as channels last: fused optimizers compute by that.
+        order = sorted(range(values.dim()), key=lambda dimension: -values.stride(dimension))
+        values = values.permute(order).contiguous()
+        data = values.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (data, obj.dtype, values.shape, order, obj.device.type, type(obj), obj.requires_grad)
 
 
-def _tensor(data: Array, dtype: Any, shape: Any, device: str) -> Any:
-    """Return the tensor of these bytes, on a device of this process."""
+def _tensor(data: Array, dtype: Any, shape: Any, order: list[int], device: str, kind: Any, requires_grad: bool) -> Any:
+    """Return the tensor of these bytes, whose dimensions lie in this ``order``, on a device of this process."""
     torch = sys.modules["torch"]
-    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)
+    inverse = [order.index(dimension) for dimension in range(len(order))]
+    values = torch.from_numpy(data).view(dtype).reshape(shape).permute(inverse).to(device)
+    return kind(values, requires_grad) if kind is torch.nn.Parameter else values.requires_grad_(requires_grad)

@@ -59,6 +59,7 @@ class VariablesState(ObjectState):
         super().save()
 
     def restore(self) -> None:
+        self._tell_of_kept_steps()
         for variable, array in zip(self._variables(), self._arrays, strict=True):
             if array is not None:
                 variable.assign(array)
@@ -86,13 +87,15 @@ class VariablesState(ObjectState):
 def stepped_by(optimizer: Any, model: Any) -> tuple[int, Collection[int]]:
     """Return the count of an optimizer's steps, and the ids of the variables that it alone changes, all or none.
 
-    Optimizers of Keras 2 or 3; of those that may skip a step, as that which scales the loss, no variables.
+    Optimizers of Keras 2 or 3; of those that may skip a step, as that which scales the loss, or that add up gradients
+    of several, no variables.
     """
-    if not hasattr(optimizer, "iterations") or hasattr(optimizer, "inner_optimizer"):
+    accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
+    if not hasattr(optimizer, "iterations") or hasattr(optimizer, "inner_optimizer") or accumulates:
         return 0, ()
     variables = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
-    others = {id(getattr(optimizer, name, None)) for name in ("iterations", "_iterations", "_learning_rate")}
-    ids = {id(each) for each in (*model.trainable_variables, *variables)} - others
+    ids = {id(each) for each in (*model.trainable_variables, *variables)}
+    ids.discard(id(getattr(optimizer, "_learning_rate", None)))
     return int(optimizer.iterations.numpy()), ids
 
 

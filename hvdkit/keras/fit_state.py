@@ -48,10 +48,13 @@ class FitState(VariablesState):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(_fit_progress=FitProgress(), **kwargs)
 
-    def save(self) -> None:
+    def _check_passes(self) -> None:
         step = distributed_step(self.optimizer)
         if step is not None and step.is_between_passes():
             raise ValueError(BETWEEN_PASSES.format(passes=step.settings.backward_passes_per_step))
+
+    def save(self) -> None:
+        self._check_passes()
         if self._fit_progress.metrics is None:
             self._fit_progress.metrics = [np.array(self._array(each)) for each in metric_variables(self.model)]
         super().save()

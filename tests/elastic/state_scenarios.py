@@ -284,6 +284,23 @@ def residuals() -> None:
     job.end()
 
 
+def residuals_of_survivors() -> None:
+    """A rank is killed: its residuals are lost, and those of the others, which have other numbers then, are not."""
+    job = ElasticJob(rank_that_compresses, PLACES)
+    job.form()
+    time.sleep(0.2)
+    job.lose(0)
+    asked = job.form()
+    # What they computed in steps that failed is no part of it: it is told at commits.
+    missing = sum(each["computed"] - each["kept"] for each in asked) - asked[0]["sent"]
+    time.sleep(0.2)
+    job.workers[0].send(interrupt=True)
+    now = [worker.receive() for worker in job.workers]
+    assert now[0]["sent"] != asked[0]["sent"]
+    assert abs(sum(each["computed"] - each["kept"] for each in now) - now[0]["sent"] - missing) < 0.5
+    job.end()
+
+
 def leave() -> None:
     """Ranks that are not needed end with success at the commit to which an interrupt of any rank leads."""
     job = ElasticJob(rank_that_trains, PLACES)
@@ -366,6 +383,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "a check that fails on rank 1": lambda: checks(1),
     "failures behind a step": failures_behind_a_step,
     "residuals": residuals,
+    "residuals of survivors": residuals_of_survivors,
     "leave": leave,
     "callbacks": callbacks,
     "versions": versions,

@@ -22,7 +22,8 @@ STATE_SCENARIOS = {
         "kills with a commit in each batch", "kills with a commit in each third batch", "transfers",
         "deaths while forming", "deaths while synchronising", "deaths while synchronising without a commit",
         "deaths while synchronising in a user's way", "deaths in the first generation",
-        "failures behind a step", "residuals", "15 random events", "15 random events with top-k",
+        "failures behind a step", "residuals", "residuals of survivors",
+        "15 random events", "15 random events with top-k",
         "150 random events", "150 random events with top-k",
         "a check that fails on rank 0", "a check that fails on rank 1", "leave", "callbacks", "versions",
     ),
@@ -43,7 +44,7 @@ def test_ranks_form_new_generations(module, name):
 QUICK = {
     "kills with a commit in each third batch", "transfers", "deaths while forming", "deaths while synchronising",
     "callbacks", "two functions", "variables", "failures behind a step", "residuals",
-    "15 random events with top-k",
+    "residuals of survivors", "15 random events with top-k",
 }  # fmt: skip
 
 

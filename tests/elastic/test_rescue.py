@@ -46,7 +46,7 @@ def test_torchruns_restart_goes_on_with_the_step_in_which_a_rank_was_killed(expe
     assert begins(done.stdout) == {0, 20}
     assert digests(done.stdout) == expected
     assert re.search(
-        r"The state is rescued in \S+/state-0+20-0+\.hvdkit: the next start goes on from there", done.stderr
+        r"The state is rescued in \S+/state-0-0+20-0+\.hvdkit: the next start goes on from there", done.stderr
     )
     assert list(tmp_path.glob("state-*")) == []
 
@@ -79,7 +79,7 @@ def test_a_job_that_is_ended_goes_on_at_the_next_start(expected, tmp_path, comma
     assert "digest" not in output
     until(lambda: list(tmp_path.glob("state-*.hvdkit")), 10)  # the ranks outlive a launcher that is killed
     (path,) = tmp_path.glob("state-*")
-    steps = int(path.name.split("-")[1])
+    steps = int(path.name.split("-")[2])
     assert steps >= 10
     done = run_to_end([*command, *program, str(steps + 5), "-1"], OMP_NUM_THREADS="1")
     assert done.status == 0, done.stderr

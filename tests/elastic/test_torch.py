@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hvdkit.api.states import State
+from hvdkit.api.transfer import _pickled
 from hvdkit.engine.session import runtime
 from hvdkit.torch.elastic import ElasticSampler, TorchState
+from hvdkit.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
 from tests.launch.launching import call_bare
 
 PROGRAM = str(Path(__file__).with_name("torch_program.py"))
@@ -271,3 +275,140 @@ def test_optimizers_that_change_parameters_before_their_step_is_over_are_copied(
         TorchState(layer, optimizer, sampler=ElasticSampler(range(3), exact=True, batch_size=1))
     with pytest.raises(ValueError, match="exact=True without batch_size\nHINT: pass that of the DataLoader"):
         ElasticSampler(range(3), exact=True)
+
+
+def commit_steps(state: TorchState, model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(4, *SHAPE)).square().mean().backward()
+        optimizer.step()
+        state.commit()
+
+
+SHAPE = (3, 6, 6)
+
+
+@pytest.fixture
+def convolution(monkeypatch):
+    at_place(monkeypatch, 0, 1)
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3))
+
+
+def test_frozen_parameters_of_an_optimizer_are_copied(convolution):
+    convolution[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
+    state = TorchState(convolution, optimizer)
+    commit_steps(state, convolution, optimizer, 4)
+    held = convolution[0].weight.clone()
+    with torch.no_grad():
+        convolution[0].weight.mul_(0.9)  # a momentum encoder, in the forward pass of a step that fails
+    state._go_back()
+    assert torch.equal(convolution[0].weight, held)
+
+
+def test_a_change_of_parameters_outside_of_a_step_is_told(convolution, caplog):
+    optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
+    state = TorchState(convolution, optimizer)
+    commit_steps(state, convolution, optimizer, 4)
+    state._go_back()
+    assert caplog.text == ""
+    with torch.no_grad():
+        convolution[0].weight.mul_(0.9)
+    state._go_back()
+    assert "Parameters were changed since the last commit, and not by a step of their optimizer" in caplog.text
+
+
+def test_an_optimizer_with_a_closure_is_copied(convolution):
+    optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
+    state = TorchState(convolution, optimizer)
+    for _ in range(4):
+        optimizer.step(lambda: convolution(torch.randn(4, *SHAPE)).mean())
+        state.commit()
+    assert state._is_copied
+
+
+@pytest.mark.parametrize("is_subclass", [False, True])
+def test_each_step_moves_an_exact_sampler_once(convolution, is_subclass):
+    class Named(torch.optim.Adam):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])  # which has PyTorch hook the step of that class, too
+    optimizer = (Named if is_subclass else torch.optim.Adam)(convolution.parameters())
+    sampler = ElasticSampler(range(1000), exact=True, batch_size=10)
+    for phase in (1, 2, 3):
+        state = TorchState(convolution, optimizer, sampler=sampler)
+        commit_steps(state, convolution, optimizer, 4)
+        assert sampler.processed_num == 40 * phase
+    state.optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
+    commit_steps(state, convolution, state.optimizer, 2)
+    assert sampler.processed_num == 140
+    with pytest.raises(ValueError, match="a GradScaler skips steps"):
+        TorchState(convolution, optimizer, sampler=sampler, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_state_that_is_sent_keeps_the_layout_of_its_memory(convolution):
+    convolution.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(convolution.parameters(), fused=True)
+    state = TorchState(convolution, optimizer, kept=torch.nn.Parameter(torch.randn(5).to(torch.bfloat16)))
+    commit_steps(state, convolution, optimizer, 2)
+    data, *buffers = _pickled(state._content())
+    attributes, parts = pickle.loads(bytes(data), buffers=[bytearray(buffer) for buffer in buffers])  # noqa: S301 (own)
+    assert isinstance(attributes["kept"], torch.nn.Parameter)
+    assert torch.equal(attributes["kept"], state.kept)
+    moment = parts["optimizer"]["state"][0]["exp_avg"]
+    assert moment.stride() == optimizer.state[convolution[0].weight]["exp_avg"].stride() != (27, 9, 3, 1)
+    assert torch.equal(moment, optimizer.state[convolution[0].weight]["exp_avg"])
+
+
+class CountingState(State):
+    """A state as a user of Horovod writes it."""
+
+    def __init__(self, bcast_object, get_rank):
+        self.saved = 0
+        super().__init__(bcast_object, get_rank)
+
+    def save(self):
+        self.saved += 1
+
+    def restore(self):
+        pass
+
+    def sync(self):
+        pass
+
+
+def test_the_classes_can_be_derived_from_as_those_of_horovod(convolution):
+    state = CountingState(lambda value: value, lambda: 0)
+    state.commit()
+    assert state.saved == 1
+
+    class Late(StateHandler):
+        def __init__(self, value):
+            super().__init__(value)
+            self.kept = None
+
+        def save(self):
+            self.kept = list(self.value)
+
+        def restore(self):
+            self.value[:] = self.kept
+
+        def sync(self):
+            pass
+
+    class Early(TorchState):
+        def __init__(self, **kwargs):
+            self.early = 1
+            super().__init__(**kwargs)
+
+    former = get_handler_registry()
+    set_handler_registry([*former, (list, Late)])
+    try:
+        state = Early(model=convolution, values=[1, 2])
+    finally:
+        set_handler_registry(former)
+    state.values.append(3)
+    state.restore()
+    assert (state.values, state.early) == ([1, 2], 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
+import weakref
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,6 +21,15 @@ BETWEEN_PASSES = (
     "The state was saved between the backward passes of one step, whose gradients a failure would lose.\n"
     "HINT: the optimizer expects {passes} passes before each step; call commit() after step()."
 )
+
+CHANGED_OUTSIDE = (
+    "Parameters were changed since the last commit, and not by a step of their optimizer; they stay as they are, since "
+    "the script commits each step, so that there is no copy.\n"
+    "HINT: change them between step() and commit(), or put averages back in a finally block."
+)
+# Options of parameter groups that a learning-rate scheduler changes.
+SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
+logger = logging.getLogger("hvdkit")
 
 
 class Snapshot:
@@ -67,9 +78,8 @@ class StateHandler:
     uncopied: Collection[int] = ()
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value = value  # which TorchState saves, once a subclass is complete
         self._snapshot = Snapshot()
-        self.save()
 
     def save(self) -> None:
         """Copy the object's state."""
@@ -96,7 +106,7 @@ class StateHandler:
 
     def set_value(self, value: Any) -> None:
         """Take another object in place of the present one."""
-        self.value = value
+        self.value, self.uncopied = value, ()
         self.save()
 
 
@@ -104,11 +114,13 @@ class ModelStateHandler(StateHandler):
     """The state of a model: its parameters and buffers."""
 
     def save(self) -> None:
+        entries = self.value.state_dict()
         if self.uncopied:
-            entries = self.value.state_dict(keep_vars=True)
-            self._snapshot.take({name: each for name, each in entries.items() if id(each) not in self.uncopied})
-        else:
-            self._snapshot.take(self.value.state_dict())
+            members = torch.nn.Module.named_parameters(self.value, remove_duplicate=False)
+            names = {name for name, each in members if id(each) in self.uncopied}
+            for name in names & entries.keys():
+                del entries[name]
+        self._snapshot.take(entries)
 
     def restore(self) -> None:
         self.value.load_state_dict(self._snapshot.kept, strict=not self.uncopied)  # which the model copies
@@ -118,47 +130,101 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """The state of an optimizer. ``steps``: those that it has applied since the last save, if it is watched."""
+    """The state of an optimizer.
+
+    ``steps``: those that it has applied since the last save, if it ``is_watched``: only then nothing but its step
+    changes its parameters, all or none. ``on_step`` is called after each step.
+    """
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
+        self.on_step: Callable[[Any], object] = lambda optimizer: None
+        self._hooks: list[Any] = []
         self._watch()
 
     def _watch(self) -> None:
-        """Count the steps of an optimizer that changes its parameters in ``step`` alone, all or none."""
-        gradients = getattr(self.value, "_synchronizer", None)
-        base: Any = type(self.value) if gradients is None else type(self.value).__mro__[1]
+        """Count the steps of the optimizer, and of a former one no more."""
+        for hook in self._hooks:
+            hook.remove()
+        base: Any = type(self.value) if _synchronizer_of(self.value) is None else type(self.value).__mro__[1]
         changes_in_parts = issubclass(base, torch.optim.LBFGS) or getattr(self.value, "op", None) is ReduceOp.ADASUM
         has_own_state = base.state_dict is not torch.optim.Optimizer.state_dict
         self.is_watched = hasattr(self.value, "_optimizer_step_post_hooks") and not (changes_in_parts or has_own_state)
-        self.steps = 0
-        if self.is_watched:
-            self.value.register_step_post_hook(self._count)
+        self.steps = self._depth = 0
+        self._versions: dict[int, int] = {}
+        if not hasattr(self.value, "_optimizer_step_post_hooks"):
+            return
+        # A class of optimizers whose step calls that of its base has the hooks called twice. The optimizer, which may
+        # live longer, does not keep this handler.
+        begin, end = weakref.WeakMethod(self._begin_step), weakref.WeakMethod(self._end_step)
 
-    def _count(self, *step: Any) -> None:
-        self.steps += 1
+        def before(*step: Any) -> None:
+            if (method := begin()) is not None:
+                method(*step)
 
-    def parameters(self) -> set[int]:
-        """Return the ids of the parameters."""
-        return {id(parameter) for group in self.value.param_groups for parameter in group["params"]}
+        def after(*step: Any) -> None:
+            if (method := end()) is not None:
+                method(*step)
 
-    def save(self) -> None:
-        gradients = getattr(self.value, "_synchronizer", None)
+        self._hooks = [self.value.register_step_pre_hook(before), self.value.register_step_post_hook(after)]
+
+    def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if (
+            any(args[1:]) or kwargs.get("closure") is not None
+        ):  # it may change parameters between two calls of the closure
+            self.is_watched = False
+
+    def _end_step(self, optimizer: Any, *step: Any) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self.steps += 1
+            self._note_versions()
+            self.on_step(optimizer)
+
+    def parameters(self) -> dict[int, torch.Tensor]:
+        """Return the parameters that steps change, by id."""
+        members = [each for group in self.value.param_groups for each in group["params"]]
+        return {id(each): each for each in members if each.requires_grad}
+
+    def _note_versions(self) -> None:
+        """Note how often each parameter was changed in its place, as far as PyTorch counts that."""
+        self._versions = {key: each._version for key, each in self.parameters().items()} if self.uncopied else {}
+
+    def check_passes(self) -> None:
+        """Raise ValueError between the backward passes of one step."""
+        gradients = _synchronizer_of(self.value)
         if gradients is not None and gradients.hooks.is_between_passes:
             raise ValueError(BETWEEN_PASSES.format(passes=self.value.backward_passes_per_step))
+
+    def save(self) -> None:
+        self.check_passes()
         parts = self.value.state_dict()
         if self.uncopied:
             del parts["state"]
         self._snapshot.take(parts)
-        self.steps = 0
+        self.steps = self._depth = 0
+        self._note_versions()
 
     def restore(self) -> None:
+        present = self.parameters()
+        if any(key in present and present[key]._version != number for key, number in self._versions.items()):
+            logger.warning(CHANGED_OUTSIDE)
         parts = self._snapshot.give()
+        residuals = parts.pop(KEY, None)
         if self.uncopied:
-            parts = {**torch.optim.Optimizer.state_dict(self.value), **parts}
+            own = torch.optim.Optimizer.state_dict(self.value)
+            if self.steps:  # options in which an optimizer counts belong to the step that is kept
+                pairs = zip(own["param_groups"], parts["param_groups"], strict=True)
+                parts["param_groups"] = [
+                    {**now, **{key: then[key] for key in SCHEDULED if key in then}} for now, then in pairs
+                ]
+            parts = {**own, **parts}
         self.value.load_state_dict(parts)
+        if (gradients := _synchronizer_of(self.value)) is not None:
+            gradients.codecs.load(residuals, is_own=True)
         self.value.zero_grad()  # what the failed step has computed; the loop may clear gradients at its end alone
-        self.steps = 0
+        self.steps = self._depth = 0
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -167,13 +233,20 @@ class OptimizerStateHandler(StateHandler):
         return {key: value for key, value in self.value.state_dict().items() if key != KEY}  # each rank has its own
 
     def take(self, content: Any) -> None:
-        kept = self.value.state_dict().get(KEY)
-        self.value.load_state_dict(content if kept is None else {**content, KEY: kept})
+        residuals = self.value.state_dict().get(KEY)
+        self.value.load_state_dict(content)
+        if residuals is not None:
+            _synchronizer_of(self.value).codecs.load(residuals, is_own=True)
 
     def set_value(self, value: Any) -> None:
-        self.value = value
+        self.value, self.uncopied = value, ()
         self._watch()
         self.save()
+
+
+def _synchronizer_of(optimizer: Any) -> Any:
+    """Return what reduces the gradients of a DistributedOptimizer; None of another."""
+    return getattr(optimizer, "_synchronizer", None)
 
 
 class SamplerStateHandler(StateHandler):

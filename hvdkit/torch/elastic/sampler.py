@@ -46,6 +46,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             raise ValueError("ElasticSampler: exact=True without batch_size\nHINT: pass that of the DataLoader.")
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.exact, self.batch_size = exact, batch_size
+        self.state: Any = None  # a weak reference to the TorchState whose optimizer's steps count
         self.epoch = self.processed_num = 0
         self.num_replicas, self.rank, self.num_samples, self.total_size = 1, 0, 0, 0
         self.remaining_indices: list[int] = []

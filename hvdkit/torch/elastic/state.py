@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
+
+import torch
 
 from hvdkit.api.objects import broadcast_object
 from hvdkit.api.states import ObjectState
@@ -40,6 +43,11 @@ NO_STEPS_FOR_SAMPLER = (
     "whose steps can be counted.\nHINT: pass the optimizer, other than LBFGS and without op=hvd.Adasum, or exact=False."
 )
 
+SCALER_SKIPS = (
+    "TorchState: a GradScaler skips steps, and an ElasticSampler with exact=True would not count their batches.\n"
+    "HINT: pass exact=False, or train in bfloat16, which needs no GradScaler."
+)
+
 
 class TorchState(ObjectState):
     """The state of a training with PyTorch.
@@ -55,7 +63,7 @@ class TorchState(ObjectState):
         kwargs: more models, optimizers and so on, and any objects that can be copied and pickled.
     """
 
-    _handlers: dict[str, Any]
+    _handlers: dict[str, Any] = {}  # noqa: RUF012 (of a state that is not complete)
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
@@ -63,21 +71,38 @@ class TorchState(ObjectState):
         object.__setattr__(self, "_handlers", {name: each for name, each in handlers.items() if each is not None})
         for name, each in self._handlers.items():
             object.__setattr__(self, name, each.value)
+            each.save()
         self._join_samplers()
         rest = {name: value for name, value in values.items() if name not in self._handlers}
         super().__init__(broadcast_object, lambda: runtime.topology().rank, **rest)
 
     def _join_samplers(self) -> None:
         """Have exact samplers go on with each step of the optimizer."""
-        handlers = self._handlers.values()
-        exact = [each.value for each in handlers if isinstance(each, SamplerStateHandler) and each.value.exact]
         optimizer: Any = self._handlers.get("optimizer")
-        if exact and not getattr(optimizer, "is_watched", False):
+        if not self._exact_samplers():
+            return
+        if not getattr(optimizer, "is_watched", False):
             raise ValueError(NO_STEPS_FOR_SAMPLER)
-        for sampler in exact:
-            optimizer.value.register_step_post_hook(
-                lambda value, *_, to=sampler: to.advance(getattr(value, "backward_passes_per_step", 1))
-            )
+        if any(
+            isinstance(each.value, torch.amp.GradScaler) and each.value.is_enabled() for each in self._of_handlers()
+        ):
+            raise ValueError(SCALER_SKIPS)
+        for sampler in self._exact_samplers():
+            sampler.state = weakref.ref(self)  # an earlier state of the same sampler counts no more
+        me = weakref.ref(self)
+        optimizer.on_step = lambda value: me() is not None and me()._advance(value)  # type: ignore[union-attr]
+
+    def _of_handlers(self) -> list[Any]:
+        return list(self._handlers.values())
+
+    def _exact_samplers(self) -> list[Any]:
+        samplers = [each.value for each in self._of_handlers() if isinstance(each, SamplerStateHandler)]
+        return [sampler for sampler in samplers if sampler.exact]
+
+    def _advance(self, optimizer: Any) -> None:
+        for sampler in self._exact_samplers():
+            if sampler.state is not None and sampler.state() is self:
+                sampler.advance(getattr(optimizer, "backward_passes_per_step", 1))
 
     def _optimizers(self) -> list[OptimizerStateHandler]:
         handlers = self._handlers.values()
@@ -85,24 +110,30 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         watched = self._optimizers()
-        uncopied = (
-            set[int]()
-            if self._needs_copy() or not self._can_send()
-            else set().union(*(each.parameters() for each in watched))
-        )
+        uncopied: set[int] = set()
+        if not self._needs_copy() and self._can_send():
+            uncopied = set().union(*(each.parameters() for each in watched))
         self._is_copied = not uncopied
         for handler in self._handlers.values():
             handler.uncopied = uncopied if isinstance(handler, ModelStateHandler) or handler in watched else ()
             handler.save()
         super().save()
 
+    def _check_passes(self) -> None:
+        for handler in self._of_handlers():
+            if isinstance(handler, OptimizerStateHandler):
+                handler.check_passes()
+
     def restore(self) -> None:
-        has_kept = self._kept_steps() > 0
+        self._tell_of_kept_steps()
+        optimizer: Any = self._handlers.get("optimizer")
+        kept = 0 if self._is_copied or optimizer is None else optimizer.steps
         if self._codecs():
             logger.warning("What a lost rank has compressed and not sent (its residuals) is lost with it.")
-        for handler in self._handlers.values():
-            if not (has_kept and isinstance(handler, SamplerStateHandler) and handler.value.exact):
-                handler.restore()
+        for handler in self._of_handlers():
+            handler.restore()
+        for _ in range(kept):
+            self._advance(optimizer.value)
         super().restore()
 
     def sync(self) -> None:
@@ -145,4 +176,5 @@ class TorchState(ObjectState):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._handlers:
             self._handlers[name].set_value(value)
+            self._join_samplers()
         super().__setattr__(name, value)

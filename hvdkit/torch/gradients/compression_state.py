@@ -115,16 +115,22 @@ def check(saved: Any, shapes: Shapes) -> list[Saved]:
     return list(states)
 
 
-def resume(lane: WithResiduals, saved: Saved | Sequence[Saved], names: Sequence[str] | None = None) -> None:
+def resume(
+    lane: WithResiduals,
+    saved: Saved | Sequence[Saved],
+    names: Sequence[str] | None = None,
+    is_own: bool = False,
+) -> None:
     """Go on from the residuals that one or several ranks of an earlier job saved, and from the turn of its warm-up.
 
-    ``names``: of the lane's slots, if not their own. Each rank's residuals are taken once: a rank takes its own;
-    with another number of ranks, those of rank r go to rank r modulo the number of ranks here, which owes them all.
+    ``names``: of the lane's slots, if not their own. ``is_own``: this process saved them, so that it takes them. Else
+    each rank's residuals are taken once: a rank takes its own; with another number of ranks, those of rank r go to rank
+    r modulo the number of ranks here, which owes them all.
     """
     names = [slot.name for slot in lane.slots] if names is None else names
     states = check(saved, shapes_of(lane, names))
     for state in states:
-        if state["rank"] % lane.group.size == lane.group.rank:
+        if is_own or state["rank"] % lane.group.size == lane.group.rank:
             arrays = {
                 name: {kind: _as_array(tensor) for kind, tensor in kept.items()} for name, kept in state["kept"].items()
             }
@@ -149,33 +155,34 @@ class OptimizerCodecs:
     def __init__(self) -> None:
         self._lane: Lane | None = None
         self._saved: Any = None  # loaded, or of an earlier lane
+        self._is_own = False  # saved by this process, whose rank may be another now
 
     def enter(self, lane: Lane | None) -> None:
         """Go on in a new lane; None: the optimizer has no lane now."""
         self._lane = lane
         if lane is not None and self._saved is not None:
             saved, self._saved = self._saved, None
-            resume(lane, saved)
+            resume(lane, saved, is_own=self._is_own)
 
     def leave(self) -> None:
         """Leave the lane, with its state if the last step is over."""
         lane, self._lane = self._lane, None
         if lane is not None and lane.error is None and not lane.in_flight:
-            self._saved = save(lane)
+            self._saved, self._is_own = save(lane), True
 
     def state(self) -> Any:
         """Return this rank's state for ``optimizer.state_dict()``; None if there is none."""
         return self._saved if self._lane is None else save(self._lane)
 
-    def load(self, saved: Any) -> None:
-        """Go on from a checked state of this or other ranks; from nothing if it is None."""
+    def load(self, saved: Any, is_own: bool = False) -> None:
+        """Go on from a checked state of this or other ranks; from nothing if it is None. ``is_own``: see ``resume``."""
         self.reset()
-        self._saved = saved
+        self._saved, self._is_own = saved, is_own
         self.enter(self._lane)
 
     def hold(self, saved: Saved) -> None:
         """Go on from a saved state in the next lane; the present one runs no step any more."""
-        self._lane, self._saved = None, saved
+        self._lane, self._saved, self._is_own = None, saved, False
 
     def reset(self) -> None:
         """Forget the state."""
