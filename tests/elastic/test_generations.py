@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from hvdkit.engine.session import generations
+from hvdkit.errors import TransportUnavailableError
+
 # Not imported from there: the modules load frameworks, whose ranks are forks of one process.
 SCENARIOS = {
     "scenarios": (
@@ -30,6 +33,12 @@ STATE_SCENARIOS = {
     "program_scenarios": ("two functions", "samples"),
     "tensorflow_state_scenarios": ("variables", "fit hvdkit.keras", "fit hvdkit.tensorflow.keras"),
 }  # fmt: skip
+
+
+def test_a_process_without_pytorch_is_told_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(TransportUnavailableError, match=r"needs PyTorch.*, also for TensorFlow[.]\nHINT: pip install"):
+        generations.enter_next(None)
 
 
 def pairs(scenarios):

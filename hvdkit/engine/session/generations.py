@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import traceback
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ from hvdkit.engine.session.communicators import resolve_ranks
 from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.session.session import LEAVING, GoodbyeWait, Session
 from hvdkit.environments.ticket import Launcher, Report, Ticket
-from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.errors import HorovodInternalError, PeerLostError, TransportUnavailableError
 
 logger = logging.getLogger("hvdkit")
 
+NEEDS_TORCH = "an elastic job needs PyTorch, whose Gloo carries the bytes, also for TensorFlow.\nHINT: pip install 'hvdkit[torch]'"
 # Threads that are inside of Gloo end when the other members have left, so that nobody waits for them after a failure.
 CLOSING_SECONDS = 0.02
 
@@ -37,9 +39,12 @@ def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = Non
     of this process has seen, None if it has not received the state of the job. Process sets stay, with the new
     numbers of their ranks, where all their members are in both generations and no new process is; others end.
     Raises ForkedChildError in a forked child, HorovodInternalError if a library that the engine has called does not
-    come back, and the errors of init if the ranks cannot meet. After an error this may be called again.
+    come back, TransportUnavailableError without PyTorch, and the errors of init if the ranks cannot meet. After an error
+    this may be called again.
     """
     global _present, _missed
+    if importlib.util.find_spec("torch") is None:
+        raise TransportUnavailableError(NEEDS_TORCH)
     from hvdkit.transports.torch_distributed import open_by_ticket  # needs PyTorch
 
     runtime.check_not_forked()
