@@ -18,7 +18,10 @@ from hvdkit.errors import HorovodInternalError, PeerLostError, TransportUnavaila
 
 logger = logging.getLogger("hvdkit")
 
-NEEDS_TORCH = "an elastic job needs PyTorch, whose Gloo carries the bytes, also for TensorFlow.\nHINT: pip install 'hvdkit[torch]'"
+NEEDS_TORCH = (
+    "an elastic job needs PyTorch, whose Gloo carries the bytes, also for TensorFlow.\n"
+    "HINT: pip install 'hvdkit[torch]'"
+)
 # Threads that are inside of Gloo end when the other members have left, so that nobody waits for them after a failure.
 CLOSING_SECONDS = 0.02
 
@@ -39,8 +42,8 @@ def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = Non
     of this process has seen, None if it has not received the state of the job. Process sets stay, with the new
     numbers of their ranks, where all their members are in both generations and no new process is; others end.
     Raises ForkedChildError in a forked child, HorovodInternalError if a library that the engine has called does not
-    come back, TransportUnavailableError without PyTorch, and the errors of init if the ranks cannot meet. After an error
-    this may be called again.
+    come back, TransportUnavailableError without PyTorch, and the errors of init if the ranks cannot meet. After an
+    error this may be called again.
     """
     global _present, _missed
     if importlib.util.find_spec("torch") is None:
