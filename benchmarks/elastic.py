@@ -227,11 +227,12 @@ def time_of_a_kill(peer: Peer) -> dict[str, float]:
 def plot(figures: dict[str, dict[str, float]]) -> Any:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 2.6))
-    names = list(figures)[::-1]
-    axes.barh(names, [figures[name]["median"] for name in names], color=[common.colour(name) for name in names])
-    axes.set_xscale("log")
-    axes.set_xlabel("seconds from SIGKILL of one of 4 ranks to the others' next step")
+    figure, axes = plt.subplots(figsize=(7, 2.4))
+    names = sorted(figures, key=lambda name: -figures[name]["median"])
+    bars = axes.barh(names, [figures[name]["median"] for name in names], color=[common.colour(name) for name in names])
+    axes.bar_label(bars, fmt="%.2f s", padding=4)
+    axes.margins(x=0.12)
+    axes.set_xlabel("from SIGKILL of one of 4 ranks to the others' next step, median")
     figure.tight_layout()
     return figure
 
