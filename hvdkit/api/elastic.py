@@ -133,7 +133,9 @@ def _run(
                 _synchronise(state, has_state)
             has_state, state._agreement = True, InterruptAgreement()
             try:
-                return call()
+                result = call()
+                state._agreement.finish()
+                return result
             except HostsUpdatedInterrupt:
                 failed = False
                 state._interrupt()

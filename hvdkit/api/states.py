@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import queue
@@ -20,7 +21,7 @@ from hvdkit.engine.ops.batch import Handle
 from hvdkit.engine.ops.requests import Call, ReduceRequest
 from hvdkit.engine.session import runtime
 from hvdkit.environments import elastic
-from hvdkit.errors import HostsUpdatedInterrupt
+from hvdkit.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdkit.kernels.reduce_op import ReduceOp
 
 logger = logging.getLogger("hvdkit")
@@ -79,6 +80,12 @@ class InterruptAgreement:
         if waits:
             handle.wait()
         return waits and bool(numbers[0])
+
+    def finish(self) -> None:
+        """Wait for the allreduce that the last call has begun: another function may begin one of that name."""
+        if self._last is not None:
+            with contextlib.suppress(HorovodInternalError):  # of a rank that is lost after the function has returned
+                self._last[0].wait()
 
 
 class State(ABC):
