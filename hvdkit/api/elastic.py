@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvdkit.api.interrupts import InterruptAgreement, LeaveJob
 from hvdkit.api.rescue import Rescue, from_settings
-from hvdkit.api.states import InterruptAgreement, LeaveJob, ObjectState, State, Version
+from hvdkit.api.states import ObjectState, State, Version
 from hvdkit.api.transfer import send_state
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.session import generations, runtime

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import config
-from hvdkit.api.states import State, Version, leave_job
+from hvdkit.api.interrupts import leave_job
+from hvdkit.api.states import State, Version
 from hvdkit.api.transfer import StatePickler
 
 logger = logging.getLogger("hvdkit")

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import queue
 import random
-import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from hvdkit.engine.ops.batch import Handle
-from hvdkit.engine.ops.requests import Call, ReduceRequest
+from hvdkit.api.interrupts import InterruptAgreement, leave_job
 from hvdkit.engine.session import runtime
 from hvdkit.environments import elastic
-from hvdkit.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdkit.kernels.reduce_op import ReduceOp
+from hvdkit.errors import HostsUpdatedInterrupt
 
 logger = logging.getLogger("hvdkit")
 
-_INTERRUPT = "hvdkit.elastic.interrupt"
 # A rank that joins between two commits, or is interrupted there, sees a shorter interval than there is.
 COMMITS_TO_LEARN = 2
-QUICK_SECONDS = 1.0  # between two calls that follow each other quickly
 
 
 class Version(NamedTuple):
@@ -41,51 +33,6 @@ class Version(NamedTuple):
 
     commits: int = 0
     changes: int = 0
-
-
-class LeaveJob(SystemExit):
-    """The order to end this process, once its state is rescued."""
-
-
-def leave_job() -> LeaveJob:
-    """Return the order to end, with the status of SIGTERM where hvdkitrun would take success for the end of the job."""
-    return LeaveJob(0 if elastic.launcher() is None else 128 + signal.SIGTERM)
-
-
-class InterruptAgreement:
-    """The agreement of ranks on an interrupt, which all calls in one generation make together.
-
-    A call takes the result of the allreduce that the call before has begun, which is there by then. To wait for its own
-    would cost up to 1.5 % of a step of 0.1 s. Where calls are rare it waits, so that an interrupt comes soon.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Handle, npt.NDArray[Any]] | None = None
-        self._called_at = 0.0
-
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return True on all ranks, at the same call, if this or the call before had True on any. Collective."""
-        waits = True
-        if self._last is not None:
-            handle, numbers = self._last
-            handle.wait()
-            if numbers[0]:
-                return True
-            waits = numbers[1] > QUICK_SECONDS  # on all ranks
-        now = monotonic()
-        numbers, self._called_at = np.array([float(flag), now - self._called_at]), now
-        request, call = ReduceRequest(ReduceOp.MAX), Call(_INTERRUPT, wake=False)
-        handle = runtime.engine().named.allreduce([numbers], request, call)
-        self._last = handle, numbers
-        if waits:
-            handle.wait()
-        return waits and bool(numbers[0])
-
-    def finish(self) -> None:
-        """Wait for the allreduce that the last call has begun: another function may begin one of that name."""
-        if self._last is not None:
-            with contextlib.suppress(HorovodInternalError):  # of a rank that is lost after the function has returned
-                self._last[0].wait()
 
 
 class State(ABC):

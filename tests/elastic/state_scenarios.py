@@ -246,7 +246,7 @@ def rank_that_compresses(rank: Rank) -> None:
     plain = torch.optim.SGD([weights], lr=1.0)
     optimizer = hvd.DistributedOptimizer(plain, [("weights", weights)], compression={"*": codec}, op=hvd.Sum)
     state = hvd.elastic.TorchState(torch.nn.ParameterList([weights]), optimizer, batch=0)
-    rank.facts["computed"] = 0.0
+    rank.facts |= {"computed": 0.0, "kept": 0.0, "sent": 0.0}
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:

@@ -307,6 +307,18 @@ def test_frozen_parameters_of_an_optimizer_are_copied(convolution):
     assert torch.equal(convolution[0].weight, held)
 
 
+def test_a_buffer_that_is_replaced_by_another_tensor_is_copied(convolution):
+    convolution.register_buffer("average", torch.zeros(2))
+    optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
+    state = TorchState(convolution, optimizer)
+    for number in range(6):
+        convolution.average = torch.full((2,), float(number))
+        commit_steps(state, convolution, optimizer, 1)
+    convolution.average = torch.full((2,), 100.0)
+    state._go_back()
+    assert convolution.average.tolist() == [5.0, 5.0]
+
+
 def test_a_change_of_parameters_outside_of_a_step_is_told(convolution, caplog):
     optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
     state = TorchState(convolution, optimizer)

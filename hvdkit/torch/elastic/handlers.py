@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from hvdkit.api.objects import broadcast_object
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.elastic.sampler import ElasticSampler
+from hvdkit.torch.elastic.snapshot import Snapshot
 from hvdkit.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from hvdkit.torch.gradients.compression_state import KEY
 
@@ -28,44 +27,8 @@ CHANGED_OUTSIDE = (
     "HINT: change them between step() and commit(), or put averages back in a finally block."
 )
 # Options of parameter groups that a learning-rate scheduler changes.
-SCHEDULED = ("lr", "initial_lr", "momentum", "betas")
+SCHEDULED = {"lr", "initial_lr", "momentum", "betas"}
 logger = logging.getLogger("hvdkit")
-
-
-class Snapshot:
-    """A copy of a state_dict. Taking another copy of the same shapes uses the same memory."""
-
-    def __init__(self) -> None:
-        self.kept: Any = None
-
-    def take(self, tree: Any) -> None:
-        """Copy a tree of dicts, lists, tensors and other objects."""
-        self.kept = _copied(tree, self.kept)
-
-    def give(self) -> Any:
-        """Return a copy of the copy, for an owner that may change it."""
-        return _copied(self.kept, None)
-
-
-def _copied(value: Any, kept: Any) -> Any:
-    """Return a copy of a tree, in the memory of an earlier copy where that fits."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        fits = isinstance(kept, torch.Tensor) and (kept.shape, kept.dtype) == (value.shape, value.dtype)
-        if fits and kept.device == value.device and kept.layout == value.layout == torch.strided:
-            return kept.copy_(value)
-        return value.clone()
-    if isinstance(value, dict):
-        kept = kept if isinstance(kept, dict) else {}
-        copied = {key: _copied(each, kept.get(key)) for key, each in value.items()}
-        if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict reads
-            copied = OrderedDict(copied)
-            copied._metadata = value._metadata  # type: ignore[attr-defined]
-        return copied
-    if type(value) in (list, tuple):
-        kept = kept if type(kept) is type(value) and len(kept) == len(value) else [None] * len(value)
-        return type(value)(_copied(each, other) for each, other in zip(value, kept, strict=True))
-    return copy.deepcopy(value)
 
 
 class StateHandler:
@@ -113,14 +76,32 @@ class StateHandler:
 class ModelStateHandler(StateHandler):
     """The state of a model: its parameters and buffers."""
 
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._places: dict[str, tuple[dict[str, Any], str]] | None = None  # of the entries that are copied
+        self._places_for: Collection[int] = ()
+
     def save(self) -> None:
-        entries = self.value.state_dict()
-        if self.uncopied:
-            members = torch.nn.Module.named_parameters(self.value, remove_duplicate=False)
-            names = {name for name, each in members if id(each) in self.uncopied}
-            for name in names & entries.keys():
-                del entries[name]
+        if self._places is not None and self.uncopied and self.uncopied == self._places_for:
+            self._snapshot.take({name: members[key] for name, (members, key) in self._places.items()})
+            return
+        entries, places = self.value.state_dict(), {}
+        for prefix, module in self.value.named_modules(remove_duplicate=False) if self.uncopied else ():
+            for members in (module._parameters, module._buffers):
+                for key, value in members.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if id(value) in self.uncopied:
+                        entries.pop(name, None)
+                    elif name in entries and entries[name].data_ptr() == value.data_ptr():
+                        places[name] = members, key
+        # Else the model has other state than its tensors, or another way to tell it.
+        self._places = places if places.keys() == entries.keys() else None
+        self._places_for = set(self.uncopied)
         self._snapshot.take(entries)
+
+    def set_value(self, value: Any) -> None:
+        self._places = None
+        super().set_value(value)
 
     def restore(self) -> None:
         self.value.load_state_dict(self._snapshot.kept, strict=not self.uncopied)  # which the model copies
@@ -199,10 +180,13 @@ class OptimizerStateHandler(StateHandler):
 
     def save(self) -> None:
         self.check_passes()
-        parts = self.value.state_dict()
         if self.uncopied:
-            del parts["state"]
-        self._snapshot.take(parts)
+            options = [{key: each[key] for key in each.keys() - {"params"}} for each in self.value.param_groups]
+            gradients = _synchronizer_of(self.value)
+            residuals = None if gradients is None else gradients.codecs.state()
+            self._snapshot.take({"param_groups": options, **({} if residuals is None else {KEY: residuals})})
+        else:
+            self._snapshot.take(self.value.state_dict())
         self.steps = self._depth = 0
         self._note_versions()
 
@@ -214,12 +198,10 @@ class OptimizerStateHandler(StateHandler):
         residuals = parts.pop(KEY, None)
         if self.uncopied:
             own = torch.optim.Optimizer.state_dict(self.value)
-            if self.steps:  # options in which an optimizer counts belong to the step that is kept
-                pairs = zip(own["param_groups"], parts["param_groups"], strict=True)
-                parts["param_groups"] = [
-                    {**now, **{key: then[key] for key in SCHEDULED if key in then}} for now, then in pairs
-                ]
-            parts = {**own, **parts}
+            for now, then in zip(own["param_groups"], parts["param_groups"], strict=True):
+                # Other options, in which an optimizer counts, belong to a step that is kept.
+                now |= {key: then[key] for key in (SCHEDULED & then.keys() if self.steps else then)}
+            parts = own
         self.value.load_state_dict(parts)
         if (gradients := _synchronizer_of(self.value)) is not None:
             gradients.codecs.load(residuals, is_own=True)
