@@ -35,6 +35,7 @@ CASES = {
         "HVDKIT_START_TIMEOUT_SECONDS HOROVOD_START_TIMEOUT", 30.0, ("5", 5.0), ("7", 7.0), ("0", "-1", "soon")
     ),
     "stop_grace_seconds": Case("HVDKIT_STOP_GRACE_SECONDS", 10.0, ("0", 0.0), ("2.5", 2.5), ("-1", "inf", "x")),
+    "rescue": Case("HVDKIT_RESCUE", "", ("/shared/run", "/shared/run"), ("run", "run"), ()),
     "secret_file": Case("HVDKIT_SECRET_FILE", "", ("/run/secret", "/run/secret"), ("s", "s"), ()),
     "fusion_threshold": Case(
         "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD", None, ("0", 0), ("4096", 4096), ("-1", "1.5", "64MB")
