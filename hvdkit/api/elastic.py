@@ -58,12 +58,8 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
         global _runs
-        call, launcher, rescue = (
-            functools.partial(func, state, *args, **kwargs),
-            elastic.launcher(),
-            from_settings(_runs),
-        )
-        _runs += 1
+        call, launcher = functools.partial(func, state, *args, **kwargs), elastic.launcher()
+        rescue, _runs = from_settings(_runs), _runs + 1
         if rescue is not None:
             return _run_with_rescue(rescue, launcher, call, state)
         if launcher is not None:
@@ -83,12 +79,12 @@ def _run_with_rescue(
     rescue: Rescue, launcher: elastic.ElasticLauncher | None, call: Callable[[], Result], state: State
 ) -> Result:
     """Begin with a rescued state, and rescue the state if the job ends before the function returns."""
-    state.save()
     has_state = rescue.read(state)
     state._must_leave = lambda: rescue.is_due
     with rescue:
         try:
             if launcher is None:
+                state.save()
                 _synchronise(state, has_state)
                 result = call()
             else:

@@ -6,7 +6,6 @@ import copy
 import logging
 import queue
 import random
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -20,6 +19,9 @@ from hvdkit.errors import HostsUpdatedInterrupt
 
 logger = logging.getLogger("hvdkit")
 
+BETWEEN_PASSES = (
+    "The state was saved between the backward passes of one step, whose gradients a failure would lose.\nHINT: {hint}"
+)
 # A rank that joins between two commits, or is interrupted there, sees a shorter interval than there is.
 COMMITS_TO_LEARN = 2
 
@@ -86,8 +88,8 @@ class State(ABC):
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks, at the same call, if some are to come or go.
 
-        All ranks call it after the same step. In an elastic job of several ranks it costs a small allreduce, whose
-        result the next call takes where calls follow each other quickly.
+        All ranks call it after the same step. In an elastic job of several ranks it costs a small allreduce, not more
+        than four times a second: where calls follow each other quickly, an interrupt may come at a later one.
         """
         self._check_passes()
         launcher = elastic.launcher()
@@ -172,7 +174,7 @@ class State(ABC):
 class ObjectState(State):
     """The state of Python objects, which are attributes.
 
-    The states of Python's, NumPy's and PyTorch's random generators are saved and restored with it.
+    The states of Python's and NumPy's random generators are saved and restored with it.
 
     Args:
         bcast_object: a function that gives all ranks the object of rank 0.
@@ -183,19 +185,19 @@ class ObjectState(State):
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__()
         self._bcast_object, self._names, self._saved = bcast_object, list(kwargs), dict[str, Any]()
-        self._random: dict[str, Any] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
         ObjectState.save(self)
 
     def save(self) -> None:
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
-        self._random = random_states()
+        self._random = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
         for name, value in self._saved.items():
             setattr(self, name, copy.deepcopy(value))
-        set_random_states(self._random)
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
 
     def sync(self) -> None:
         self._set(self._bcast_object(self._attributes()))
@@ -217,23 +219,3 @@ class ObjectState(State):
         for name, value in values.items():
             setattr(self, name, value)
         ObjectState.save(self)
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of the random generators of this process."""
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
-    if (torch := sys.modules.get("torch")) is not None:
-        states["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Set the random generators to the states that ``random_states`` has returned."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    if "torch" in states:
-        sys.modules["torch"].set_rng_state(states["torch"])
-    if "cuda" in states:
-        sys.modules["torch"].cuda.set_rng_state_all(states["cuda"])

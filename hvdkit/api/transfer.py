@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,26 +69,6 @@ def _pickled(content: Any) -> list[Array]:
 
 
 class StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that takes PyTorch's tensors as arrays, whose memory stays outside of the pickle."""
+    """A pickler of states. Adapters add to ``dispatch_table`` how their tensors are made of NumPy's arrays."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        """Return how a tensor is made of an array, else leave the object to cloudpickle."""
-        torch = sys.modules.get("torch")
-        if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
-            return super().reducer_override(obj)
-        if obj.layout != torch.strided or obj.is_quantized or obj.is_meta:
-            return super().reducer_override(obj)
-        values = obj.detach().resolve_conj().resolve_neg().cpu()
-        # In the order in which the elements lie in memory, such as channels last: fused optimizers compute by that.
-        order = sorted(range(values.dim()), key=lambda dimension: -values.stride(dimension))
-        values = values.permute(order).contiguous()
-        data = values.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (data, obj.dtype, values.shape, order, obj.device.type, type(obj), obj.requires_grad)
-
-
-def _tensor(data: Array, dtype: Any, shape: Any, order: list[int], device: str, kind: Any, requires_grad: bool) -> Any:
-    """Return the tensor of these bytes, whose dimensions lie in this ``order``, on a device of this process."""
-    torch = sys.modules["torch"]
-    inverse = [order.index(dimension) for dimension in range(len(order))]
-    values = torch.from_numpy(data).view(dtype).reshape(shape).permute(inverse).to(device)
-    return kind(values, requires_grad) if kind is torch.nn.Parameter else values.requires_grad_(requires_grad)
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({})

@@ -10,15 +10,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.api.states import BETWEEN_PASSES
 from hvdkit.api.variables import VariablesState, stepped_by
 from hvdkit.keras.functions import broadcast_variables
 from hvdkit.keras.keras_2 import build, variables_of
 from hvdkit.keras.step import distributed_step
 
-BETWEEN_PASSES = (
-    "The state was saved between the backward passes of one step, whose gradients a failure would lose.\n"
-    "HINT: {passes} batches make a step of the optimizer: commit after so many, or a multiple of it."
-)
+COMMIT_LATER = "{passes} batches make a step of the optimizer: commit after so many, or a multiple of it."
 
 
 @dataclass
@@ -51,7 +49,8 @@ class FitState(VariablesState):
     def _check_passes(self) -> None:
         step = distributed_step(self.optimizer)
         if step is not None and step.is_between_passes():
-            raise ValueError(BETWEEN_PASSES.format(passes=step.settings.backward_passes_per_step))
+            hint = COMMIT_LATER.format(passes=step.settings.backward_passes_per_step)
+            raise ValueError(BETWEEN_PASSES.format(hint=hint))
 
     def save(self) -> None:
         self._check_passes()

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 
 from hvdkit.api.objects import broadcast_object
+from hvdkit.api.states import BETWEEN_PASSES
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.torch.elastic.sampler import ElasticSampler
 from hvdkit.torch.elastic.snapshot import Snapshot
 from hvdkit.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from hvdkit.torch.gradients.compression_state import KEY
 
-BETWEEN_PASSES = (
-    "The state was saved between the backward passes of one step, whose gradients a failure would lose.\n"
-    "HINT: the optimizer expects {passes} passes before each step; call commit() after step()."
-)
+COMMIT_LATER = "the optimizer expects {passes} passes before each step; call commit() after step()."
 
 CHANGED_OUTSIDE = (
     "Parameters were changed since the last commit, and not by a step of their optimizer; they stay as they are, since "
@@ -130,30 +128,24 @@ class OptimizerStateHandler(StateHandler):
         base: Any = type(self.value) if _synchronizer_of(self.value) is None else type(self.value).__mro__[1]
         changes_in_parts = issubclass(base, torch.optim.LBFGS) or getattr(self.value, "op", None) is ReduceOp.ADASUM
         has_own_state = base.state_dict is not torch.optim.Optimizer.state_dict
-        self.is_watched = hasattr(self.value, "_optimizer_step_post_hooks") and not (changes_in_parts or has_own_state)
+        has_hooks = hasattr(self.value, "_optimizer_step_post_hooks")
+        self.is_watched = has_hooks and not (changes_in_parts or has_own_state)
         self.steps = self._depth = 0
         self._versions: dict[int, int] = {}
-        if not hasattr(self.value, "_optimizer_step_post_hooks"):
-            return
-        # A class of optimizers whose step calls that of its base has the hooks called twice. The optimizer, which may
-        # live longer, does not keep this handler.
-        begin, end = weakref.WeakMethod(self._begin_step), weakref.WeakMethod(self._end_step)
-
-        def before(*step: Any) -> None:
-            if (method := begin()) is not None:
-                method(*step)
-
-        def after(*step: Any) -> None:
-            if (method := end()) is not None:
-                method(*step)
-
-        self._hooks = [self.value.register_step_pre_hook(before), self.value.register_step_post_hook(after)]
+        # The optimizer, which may live longer, does not keep this handler.
+        self._hooks = (
+            [
+                self.value.register_step_pre_hook(weakly(self._begin_step)),
+                self.value.register_step_post_hook(weakly(self._end_step)),
+            ]
+            if has_hooks
+            else []
+        )
 
     def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        if (
-            any(args[1:]) or kwargs.get("closure") is not None
-        ):  # it may change parameters between two calls of the closure
+        self._depth += 1  # a step may call that of its base class, which has the hooks called again
+        has_closure = any(args[1:]) or kwargs.get("closure") is not None
+        if has_closure:  # between two calls of it parameters may change
             self.is_watched = False
 
     def _end_step(self, optimizer: Any, *step: Any) -> None:
@@ -176,7 +168,8 @@ class OptimizerStateHandler(StateHandler):
         """Raise ValueError between the backward passes of one step."""
         gradients = _synchronizer_of(self.value)
         if gradients is not None and gradients.hooks.is_between_passes:
-            raise ValueError(BETWEEN_PASSES.format(passes=self.value.backward_passes_per_step))
+            hint = COMMIT_LATER.format(passes=self.value.backward_passes_per_step)
+            raise ValueError(BETWEEN_PASSES.format(hint=hint))
 
     def save(self) -> None:
         self.check_passes()
@@ -221,9 +214,19 @@ class OptimizerStateHandler(StateHandler):
             _synchronizer_of(self.value).codecs.load(residuals, is_own=True)
 
     def set_value(self, value: Any) -> None:
-        self.value, self.uncopied = value, ()
+        super().set_value(value)
         self._watch()
-        self.save()
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (living := reference()) is not None:
+            living(*arguments)
+
+    return call
 
 
 def _synchronizer_of(optimizer: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from hvdkit.api.objects import broadcast_object
 from hvdkit.api.states import ObjectState
+from hvdkit.api.transfer import StatePickler
 from hvdkit.engine.session import runtime
 from hvdkit.torch.elastic.handlers import (
     OWN_HANDLERS,
@@ -21,8 +22,11 @@ from hvdkit.torch.elastic.handlers import (
     get_handler_registry,
     handler_of,
     set_handler_registry,
+    weakly,
 )
 from hvdkit.torch.elastic.residuals import codecs_of, share_residuals
+from hvdkit.torch.elastic.tensors import reduce_tensor
+from hvdkit.torch.gradients.compression_state import OptimizerCodecs
 
 __all__ = [
     "LRSchedulerStateHandler",
@@ -34,9 +38,8 @@ __all__ = [
     "get_handler_registry",
     "set_handler_registry",
 ]
-from hvdkit.torch.gradients.compression_state import OptimizerCodecs
-
 logger = logging.getLogger("hvdkit")
+StatePickler.dispatch_table[torch.Tensor] = StatePickler.dispatch_table[torch.nn.Parameter] = reduce_tensor
 
 NO_STEPS_FOR_SAMPLER = (
     "TorchState: an ElasticSampler with exact=True goes on with the steps of the state's optimizer, and there is none "
@@ -55,7 +58,7 @@ class TorchState(ObjectState):
     Every argument is an attribute. Models, optimizers, learning-rate schedulers, GradScalers and ElasticSamplers are
     saved by their ``state_dict``, other objects by a copy. A script that commits directly after each step of its
     optimizers has no copies of their parameters: a failed step changes none, so that there is nothing to go back to.
-    Otherwise ``commit()`` copies all, into memory that is used again.
+    Otherwise ``commit()`` copies all, into memory that is used again. PyTorch's random generators are restored too.
 
     Args:
         model: a torch.nn.Module, or None.
@@ -75,6 +78,7 @@ class TorchState(ObjectState):
         self._join_samplers()
         rest = {name: value for name, value in values.items() if name not in self._handlers}
         super().__init__(broadcast_object, lambda: runtime.topology().rank, **rest)
+        self._generators = _generators()
 
     def _join_samplers(self) -> None:
         """Have exact samplers go on with each step of the optimizer."""
@@ -84,19 +88,15 @@ class TorchState(ObjectState):
         if not getattr(optimizer, "is_watched", False):
             raise ValueError(NO_STEPS_FOR_SAMPLER)
         if any(
-            isinstance(each.value, torch.amp.GradScaler) and each.value.is_enabled() for each in self._of_handlers()
+            isinstance(each.value, torch.amp.GradScaler) and each.value.is_enabled() for each in self._handlers.values()
         ):
             raise ValueError(SCALER_SKIPS)
         for sampler in self._exact_samplers():
             sampler.state = weakref.ref(self)  # an earlier state of the same sampler counts no more
-        me = weakref.ref(self)
-        optimizer.on_step = lambda value: me() is not None and me()._advance(value)  # type: ignore[union-attr]
-
-    def _of_handlers(self) -> list[Any]:
-        return list(self._handlers.values())
+        optimizer.on_step = weakly(self._advance)
 
     def _exact_samplers(self) -> list[Any]:
-        samplers = [each.value for each in self._of_handlers() if isinstance(each, SamplerStateHandler)]
+        samplers = [each.value for each in self._handlers.values() if isinstance(each, SamplerStateHandler)]
         return [sampler for sampler in samplers if sampler.exact]
 
     def _advance(self, optimizer: Any) -> None:
@@ -118,9 +118,10 @@ class TorchState(ObjectState):
             handler.uncopied = uncopied if isinstance(handler, ModelStateHandler) or handler in watched else ()
             handler.save()
         super().save()
+        self._generators = _generators()
 
     def _check_passes(self) -> None:
-        for handler in self._of_handlers():
+        for handler in self._handlers.values():
             if isinstance(handler, OptimizerStateHandler):
                 handler.check_passes()
 
@@ -130,10 +131,13 @@ class TorchState(ObjectState):
         kept = 0 if self._is_copied or optimizer is None else optimizer.steps
         if self._codecs():
             logger.warning("What a lost rank has compressed and not sent (its residuals) is lost with it.")
-        for handler in self._of_handlers():
+        for handler in self._handlers.values():
             handler.restore()
         for _ in range(kept):
             self._advance(optimizer.value)
+        torch.set_rng_state(self._generators[0])
+        if self._generators[1] is not None:
+            torch.cuda.set_rng_state_all(self._generators[1])
         super().restore()
 
     def sync(self) -> None:
@@ -173,8 +177,18 @@ class TorchState(ObjectState):
             handler.save()
         self._set(attributes)
 
+    def _set(self, values: dict[str, Any]) -> None:
+        super()._set(values)
+        self._generators = _generators()
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._handlers:
             self._handlers[name].set_value(value)
             self._join_samplers()
         super().__setattr__(name, value)
+
+
+def _generators() -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """Return the states of PyTorch's random generators, of GPUs if this process uses any."""
+    uses_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if uses_gpus else None
