@@ -34,7 +34,9 @@ MODULES = {
     "horovod.common.exceptions": "hvdkit.errors",
     "horovod.common.process_sets": "hvdkit.engine.session.process_sets",
     "horovod.common.util": "hvdkit.api.horovod_util",
+    "horovod.runner.elastic.discovery": "hvdkit.launch.elastic.discovery",
 }
+_EMPTY = ("horovod.common", "horovod.runner", "horovod.runner.elastic")  # packages of such modules
 
 
 def install() -> None:
@@ -76,11 +78,12 @@ class _Finder(MetaPathFinder, Loader):
     """The finder of modules with Horovod's names, ahead of all other finders."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname in MODULES or fullname in ("horovod", "horovod.common"):
+        if fullname in MODULES or fullname == "horovod" or fullname in _EMPTY:
             return ModuleSpec(fullname, self, is_package=True)
-        package, _, name = fullname.rpartition(".")
-        if package.partition(".")[0] == "horovod" and name in api.HINTS:
-            text = f"horovod is hvdkit here, which has no {fullname}\nHINT: {api.HINTS[name]}"
+        package, *names = fullname.split(".")
+        hints = [api.HINTS[name] for name in names if name in api.HINTS]
+        if package == "horovod" and hints:
+            text = f"horovod is hvdkit here, which has no {fullname}\nHINT: {hints[-1]}"
             raise ModuleNotFoundError(text, name=fullname)
         return None
 

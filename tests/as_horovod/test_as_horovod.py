@@ -60,6 +60,7 @@ import horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.optimizer
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.util import gloo_built, mpi_built, nccl_built, split_list
+from horovod.runner.elastic.discovery import HostDiscoveryScript
 assert find_spec("horovod").name == "horovod" and find_spec("horovod.torch") and not find_spec("horovod.spark")
 assert importlib.reload(horovod).torch is theirs
 assert theirs is ours and ours.__spec__.name == "hvdkit.torch" and ours.__name__ == "hvdkit.torch"
@@ -96,7 +97,7 @@ print("asked")
     [
         ("import horovod.spark", "No module named 'horovod.spark'"),
         ("import horovod.ray", "No module named 'horovod.ray'"),
-        ("import horovod.runner", "start the job with hvdkitrun"),
+        ("import horovod.runner.launch", "start the job with hvdkitrun"),
     ],
 )
 def test_what_hvdkit_does_not_have_is_an_import_error(statement, told):

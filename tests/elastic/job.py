@@ -31,6 +31,10 @@ class Lines:
     def send(self, **message: Any) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
+    def receives_now(self) -> bool:
+        """True if a message has come, or begins to."""
+        return bool(self._received or select.select([self.connection], [], [], 0.0)[0])
+
     def receive(self, seconds: float = SECONDS) -> Answer:
         """Return the next message. Raises EOFError where the other end is gone, TimeoutError."""
         deadline = time.monotonic() + seconds
@@ -67,7 +71,7 @@ class Rank(Lines):
 
     def is_interrupted(self) -> bool:
         """True if the launcher wants this process to ask for the next ticket."""
-        while not self._is_interrupted and (self._received or select.select([self.connection], [], [], 0.0)[0]):
+        while not self._is_interrupted and self.receives_now():
             self._is_interrupted = self.receive()["interrupt"]
         return self._is_interrupted
 

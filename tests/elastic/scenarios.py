@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +16,11 @@ import torch._dynamo  # as all that ranks would import, each for itself
 
 import hvdkit.torch as hvd
 from hvdkit.arena import ARENA
-from hvdkit.engine.session import generations, runtime, watch
+from hvdkit.engine.session import generations, runtime, sharing, watch
 from hvdkit.engine.session.session import LEAVING
 from hvdkit.environments.ticket import Report, Ticket
 from hvdkit.errors import HorovodInternalError, PeerLostError
+from hvdkit.transports.node import heartbeat, memory
 from tests.elastic.job import Answer, ElasticJob, Rank, run
 from tests.transports.shared import grown, held
 
@@ -210,6 +214,52 @@ def failures() -> None:
         assert [worker.wait() for worker in job.workers] == [0, 0, 0]
 
 
+def rank_that_dies_on_the_way(rank: Rank) -> None:
+    """Enter generations; where the order says so, die when the memory is handed over, or when signs of life begin."""
+    sharing.OBTAIN_SECONDS = heartbeat.CONNECTING_SECONDS = 300.0
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    next_ticket, gone = rank.next_ticket, []
+
+    def lost_ranks() -> list[int]:
+        if rank.receives_now():
+            gone.extend(rank.receive()["gone"])
+        return gone
+
+    def obey(address: tuple[str, int], report: Report) -> Ticket:
+        ticket = next_ticket(address, report)
+        if "dies" in rank.order and ticket.rank == rank.order["dies"][0]:
+            setattr({"fetch": memory, "_reach": heartbeat}[rank.order["dies"][1]], rank.order["dies"][1], die)
+        gone.clear()
+        return replace(ticket, lost_ranks=lost_ranks)
+
+    rank.next_ticket = obey  # type: ignore[method-assign]
+    failed = False
+    while True:
+        try:
+            generations.enter_next(rank, failed)
+            rank.send(**place())
+            rank.receive()
+            failed = False
+        except PeerLostError:
+            failed = True
+
+
+def deaths_on_the_way() -> None:
+    """Nobody waits for a rank that dies once all ranks are connected, and before they train."""
+    os.environ |= {"HVDKIT_TIMEOUT_SECONDS": "2000", "HVDKIT_START_TIMEOUT_SECONDS": "2000"}
+    for where in ("fetch", "_reach"):
+        job = ElasticJob(rank_that_dies_on_the_way, TWO_HOSTS)
+        job.form(dies=[3, where])
+        job.workers.pop(3).wait()
+        job.tell(gone=[3])
+        job.form()
+        assert [report["size"] for report in job.reports()] == [3, 3, 3]
+        job.end()
+
+
 def rank_of_sets(rank: Rank) -> None:
     """Use process sets that stay, and one that loses a member."""
     first, last = hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])
@@ -273,6 +323,7 @@ SCENARIOS = {
     "kills over two networks": kills_over_two_networks,
     "failures": failures,
     "process sets": process_sets,
+    "deaths on the way": deaths_on_the_way,
 }
 
 if __name__ == "__main__":

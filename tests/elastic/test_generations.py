@@ -16,7 +16,7 @@ SCENARIOS = {
     "scenarios": (
         "rounds on one host", "rounds on two hosts", "holes", "kills on one host", "kills on two hosts",
         "kills over two networks", "failures",
-        "process sets",
+        "process sets", "deaths on the way",
     ),
     "tensorflow_scenarios": ("functions", "keras models"),
 }  # fmt: skip

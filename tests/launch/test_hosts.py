@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit.launch import UsageError
+from hvdkit.launch.elastic.discovery import FixedHosts, HostDiscoveryScript
 from hvdkit.launch.hosts import Host, Placement, assign_slots, parse_hostfile, parse_hosts
 
 
@@ -38,6 +41,19 @@ def test_host_files():
 def test_malformed_host_files_are_refused(text):
     with pytest.raises(UsageError, match="HINT"):
         parse_hostfile(text, "f")
+
+
+def test_hosts_are_found_by_a_script_or_set_by_a_program():
+    assert HostDiscoveryScript("echo h1:2; echo h2", 3).find_available_hosts_and_slots() == {"h1": 2, "h2": 3}
+    with pytest.raises(subprocess.CalledProcessError):
+        HostDiscoveryScript("exit 3", 1).find_available_hosts_and_slots()
+    with pytest.raises(UsageError, match="cannot read 'a b' in the output of the discovery script"):
+        HostDiscoveryScript("echo a b", 1).find_available_hosts_and_slots()
+    hosts = FixedHosts({"h1": 1})
+    hosts.find_available_hosts_and_slots()["h2"] = 1
+    assert hosts.find_available_hosts_and_slots() == {"h1": 1}
+    hosts.set({"h2": 4})
+    assert hosts.find_available_hosts_and_slots() == {"h2": 4}
 
 
 def test_slots_count_local_ranks():

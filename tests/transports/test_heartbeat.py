@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,11 @@ def test_a_fork_does_not_beat_for_its_parent_and_can_end(then):
 # -- connecting -------------------------------------------------------------------------------------------------------
 
 
+def transport_of(rank: int, *lost: int) -> Any:
+    """As much of a transport as knows its rank, and the ranks that are lost."""
+    return SimpleNamespace(rank=rank, lost_peers=lambda: dict.fromkeys(lost, "it is gone"))
+
+
 class Job:
     """Ranks that are threads, with nothing between them but what they tell each other."""
 
@@ -178,7 +184,7 @@ class Job:
 
         world = World("by hand", rank, self.size, rank, self.size)
         pairs = watching_pairs([[one] for one in range(self.size)])
-        return heartbeat.connect(world, rank, pairs, True, exchange, seconds)
+        return heartbeat.connect(world, transport_of(rank), pairs, True, exchange, seconds)
 
 
 def test_ranks_of_different_nodes_are_connected_and_listen_no_more():
@@ -231,6 +237,15 @@ def test_who_cannot_be_reached_is_said_and_nobody_fails(caplog):
     )
 
 
+def test_nobody_waits_for_a_rank_that_is_lost(caplog):
+    def exchange(blob: bytes) -> list[bytes]:
+        return [blob, b'{"beats": true}', b'{"beats": true}']
+
+    world, for_ever = World("by hand", 0, 3, 0, 3), 1e6
+    assert heartbeat.connect(world, transport_of(0, 1, 2), [(0, 1), (0, 2)], True, exchange, for_ever) == {}
+    assert caplog.text == ""
+
+
 def test_the_listener_is_gone_where_ranks_cannot_tell_each_other():
     before = len(os.listdir("/proc/self/fd"))
 
@@ -239,5 +254,5 @@ def test_the_listener_is_gone_where_ranks_cannot_tell_each_other():
 
     world = World("by hand", 0, 2, 0, 2)
     with pytest.raises(ConnectionError, match="a rank is lost"):
-        heartbeat.connect(world, 0, [(0, 1)], True, fail, 1.0)
+        heartbeat.connect(world, transport_of(0), [(0, 1)], True, fail, 1.0)
     assert len(os.listdir("/proc/self/fd")) == before

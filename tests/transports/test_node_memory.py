@@ -127,6 +127,20 @@ def test_guests_that_do_not_come_are_a_time_out():
     assert open_descriptors() == before
 
 
+def test_nobody_waits_for_a_guest_that_is_lost():
+    looks: list[int] = []
+
+    def is_hopeless() -> bool:
+        looks.append(len(looks))
+        return len(looks) == 3
+
+    before, for_ever = open_descriptors(), 1e6
+    with pytest.raises(TimeoutError):
+        node_memory.Invitation().serve(1, for_ever, is_hopeless=is_hopeless)
+    assert looks == [0, 1, 2]
+    assert open_descriptors() == before
+
+
 def test_a_rank_that_is_killed_is_gone():
     with node(3) as (memory, others):
         assert memory.gone() == []

@@ -12,7 +12,7 @@ from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.communicators import resolve_ranks
 from hvdkit.engine.session.process_sets import ProcessSet
-from hvdkit.engine.session.session import LEAVING, GoodbyeWait, Session
+from hvdkit.engine.session.session import LEAVING, Session
 from hvdkit.environments.ticket import Launcher, Report, Ticket
 from hvdkit.errors import HorovodInternalError, PeerLostError, TransportUnavailableError
 
@@ -89,27 +89,22 @@ def _leave(failed: bool) -> int | None:
     session = runtime.take_session()
     if session is None:
         return None
-    engine = session.engine
-    goodbye = None
-    if not failed and engine.mailbox.error is None:
-        goodbye = GoodbyeWait(engine, LEAVING, 0, failed=False)
-        # A rank that fails meanwhile says no goodbye.
-        engine.driver.drive_until(lambda: goodbye.over() or engine.mailbox.error is not None)
-    error = engine.mailbox.error
-    rank = error.rank if isinstance(error, PeerLostError) else None
-    for loss in goodbye.losses[:1] if goodbye is not None and error is None else []:
-        logger.warning("%s", engine.watch.loss_text(loss, " and did not say goodbye"))
-        rank = loss.rank
+    mailbox, is_graceful, lost = session.engine.mailbox, False, None
+    if not failed and mailbox.error is None:
+        is_graceful, lost = session.say_goodbye(LEAVING)
+    if mailbox.error is None and lost is not None:
+        logger.warning("%s", lost)
+    error = mailbox.error or lost
     if failed or error is not None:
         _clear_frames(error)
         if _present is not None:
             _present.transport.closing_seconds = CLOSING_SECONDS
-    is_graceful = goodbye is not None and error is None and not goodbye.missing()
     if not session.free(is_graceful) and (failed or error is not None):
         raise HorovodInternalError(
-            f"{engine.mailbox.me()} cannot enter another generation: a library that hvdkit has called does not come "
-            "back.\nHINT: end this process, so that another one takes its place."
+            f"{mailbox.me()} cannot enter another generation: a library that hvdkit has called does not come back.\n"
+            "HINT: end this process, so that another one takes its place."
         )
+    rank = error.rank if isinstance(error, PeerLostError) else None
     return None if rank is None or _present is None else _present.ticket.members[rank].process
 
 

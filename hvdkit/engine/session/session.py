@@ -140,7 +140,7 @@ class Session:
         graceful, lost = False, None
         try:
             if self.engine.topology.size > 1:
-                graceful, lost = self._say_goodbye(reason, code, failed)
+                graceful, lost = self.say_goodbye(reason, code, failed)
         finally:
             self.free(graceful)
         return lost
@@ -163,15 +163,20 @@ class Session:
             engine.transport.close(graceful and halted)
         return halted
 
-    def _say_goodbye(self, reason: str, code: int, failed: bool) -> tuple[bool, PeerLostError | None]:
-        """Return whether all ranks shut down now, and the error of a lost rank."""
+    def say_goodbye(self, reason: str, code: int = 0, failed: bool = False) -> tuple[bool, PeerLostError | None]:
+        """Say goodbye as in ``close``, which frees everything then.
+
+        Returns whether all ranks shut down now, and the error of a lost rank.
+        """
         engine, mailbox = self.engine, self.engine.mailbox
         if mailbox.departed:
             first, cause = next(iter(mailbox.departed.items()))
             reason += f", after rank {first} had left ({cause})"
         failed = failed or bool(code or mailbox.error)
         goodbye = GoodbyeWait(engine, reason, mailbox.failed_with or exit_status(code), failed)
-        engine.driver.drive_until(goodbye.over)
+        # In an elastic job, a rank that fails meanwhile says no goodbye.
+        gives_up = engine.transport.is_elastic and not failed
+        engine.driver.drive_until(lambda: goodbye.over() or (gives_up and mailbox.error is not None))
         # A connection that breaks now is no loss: its rank may have left with its goodbye unsent, and if it was killed,
         # its launcher knows.
         lost = None

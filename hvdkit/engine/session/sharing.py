@@ -110,7 +110,9 @@ def _obtain(
     rank, descriptor, memory = transport.rank, -1, None
     try:
         if invitation is not None:
-            descriptor, arenas = invitation.serve(len(node) - 1, seconds, arena)
+            descriptor, arenas = invitation.serve(
+                len(node) - 1, seconds, arena, lambda: not transport.lost_peers().keys().isdisjoint(node)
+            )
         else:
             descriptor, arenas = fetch(offer["address"], offer["secret"], seconds, node.index(rank), arena)
         windows = map_arenas(arenas)

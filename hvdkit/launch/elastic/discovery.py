@@ -1,4 +1,7 @@
-"""The hosts of an elastic job and their slots, which a script of the user prints from time to time."""
+"""The hosts of an elastic job and their slots, which a script of the user prints from time to time.
+
+As ``horovod.runner.elastic.discovery`` it has the names of Horovod's module that other programs use.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import IO
 
@@ -14,6 +18,47 @@ from hvdkit.launch.hosts import parse_discovered
 
 LOOK_SECONDS = 1.0  # between two runs of the script
 RUN_SECONDS = 30.0  # that a run may take
+
+
+class HostDiscovery(ABC):
+    """A source of the hosts that are there now."""
+
+    @abstractmethod
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return the hosts with the number of slots of each."""
+
+
+class FixedHosts(HostDiscovery):
+    """Hosts that a program sets."""
+
+    def __init__(self, available_hosts: Mapping[str, int]) -> None:
+        self.set(available_hosts)
+
+    def set(self, available_hosts: Mapping[str, int]) -> None:
+        """Replace the hosts."""
+        self._available_hosts = dict(available_hosts)
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return dict(self._available_hosts)
+
+
+class HostDiscoveryScript(HostDiscovery):
+    """A script that prints hosts; ``slots`` are those of a host without a number behind its name."""
+
+    def __init__(self, discovery_script: str, slots: int) -> None:
+        self._script, self._slots = discovery_script, slots
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Run the script. Raises subprocess.SubprocessError if it fails or hangs, UsageError for what it prints."""
+        done = subprocess.run(  # noqa: S602 (a command of the user)
+            self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=RUN_SECONDS, check=True
+        )
+        return _hosts_in(done.stdout, self._slots)
+
+
+def _hosts_in(output: bytes, slots: int) -> dict[str, int]:
+    """Return the hosts that a script has printed. Raises UsageError."""
+    return {host.name: host.slots for host in parse_discovered(output.decode(errors="replace"), slots)}
 
 
 class Discovery:
@@ -43,19 +88,19 @@ class Discovery:
         self._run = None
         with output:
             output.seek(0)
-            text = output.read().decode(errors="replace")
+            printed = output.read()
         if process.returncode:
             self._fail(f"ended with code {process.returncode}")
             return None
         try:
-            hosts = parse_discovered(text, self._slots)
+            hosts = _hosts_in(printed, self._slots)
         except UsageError as error:
             self._fail(str(error).partition("\n")[0])
             return None
         if self._is_failing:
             self._say(f"the discovery script {self._script} works again")
         self._is_failing = False
-        return {host.name: host.slots for host in hosts}
+        return hosts
 
     def _start(self, now: float) -> None:
         self._next_at = now + LOOK_SECONDS

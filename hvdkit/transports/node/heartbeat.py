@@ -34,6 +34,7 @@ logger = logging.getLogger("hvdkit")
 BEATS = 12  # in the timeout, so that a late beat or two do not matter
 LONGEST_PAUSE = 0.25
 CONNECTING_SECONDS = 5.0
+LOOK_SECONDS = 0.05  # between two looks whether an expected rank is lost
 GREETING_SECONDS = 1.0  # a process that has connected must prove within this time that it is a rank
 RANK_BYTES = 4
 
@@ -65,7 +66,7 @@ def start_heartbeat(
     connections: dict[int, socket.socket] = {}
     if len(nodes) > 1:
         seconds = min(start_seconds, timeout_seconds / 4, CONNECTING_SECONDS)
-        connections = connect(world, transport.rank, watching_pairs(nodes), native, exchange, seconds)
+        connections = connect(world, transport, watching_pairs(nodes), native, exchange, seconds)
     if not native:
         return None
     from hvdkit.kernels._native import Heartbeat
@@ -77,12 +78,18 @@ def start_heartbeat(
 
 
 def connect(
-    world: World, rank: int, pairs: Sequence[tuple[int, int]], native: bool, exchange: Exchange, seconds: float
+    world: World,
+    transport: Transport,
+    pairs: Sequence[tuple[int, int]],
+    native: bool,
+    exchange: Exchange,
+    seconds: float,
 ) -> dict[int, socket.socket]:
-    """Return the connections of ``rank``, by peer, to those of its pairs that could be reached.
+    """Return the connections of this rank, by peer, to those of its pairs that could be reached.
 
     The lower rank of a pair listens, and tells all ranks its address and a secret.
     """
+    rank = transport.rank
     higher = [high for low, high in pairs if low == rank]
     listener, secret, problem = None, new_nonce(), ""
     report: dict[str, Any] = {"beats": native}
@@ -102,12 +109,12 @@ def connect(
         credentials = Credentials(secret, world.job, 0)
         with ThreadPoolExecutor(1, "hvdkit-greet") as pool:  # no two ranks wait for each other
             reaching = pool.submit(_reach, world, rank, lower, reports, deadline)
-            accepted = {} if listener is None else _accept(listener, credentials, rank, higher, deadline)
+            accepted = {} if listener is None else _accept(listener, credentials, transport, higher, deadline)
             connections = accepted | reaching.result()
     finally:
         if listener is not None:
             listener.close()
-    unseen = [peer for peer in higher if peer not in connections]
+    unseen = sorted(set(higher) - connections.keys() - transport.lost_peers().keys())
     if unseen:  # only the lower rank of a pair warns
         logger.warning(
             "between rank %d and ranks %s there are no signs of life from below Python: %s. A library that keeps "
@@ -118,15 +125,23 @@ def connect(
 
 
 def _accept(
-    listener: socket.socket, credentials: Credentials, me: int, expected: Sequence[int], deadline: float
+    listener: socket.socket, credentials: Credentials, transport: Transport, expected: Sequence[int], deadline: float
 ) -> dict[int, socket.socket]:
-    """Accept the expected ranks that come in time and prove themselves; return their connections by rank."""
+    """Accept the expected ranks that come in time and prove themselves; return their connections by rank.
+
+    It ends before the deadline where only ranks are missing that are lost. The caller warns about missing ranks.
+    """
+    me = transport.rank
     accepted: dict[int, socket.socket] = {}
-    while len(accepted) < len(expected):
+    while missing := set(expected) - accepted.keys():
+        listener.settimeout(LOOK_SECONDS)
         try:
-            listener.settimeout(max(0.001, deadline - monotonic()))
             connection, _ = listener.accept()
-        except OSError:  # mostly TimeoutError; the caller warns about the missing ranks
+        except TimeoutError:
+            if monotonic() > deadline or missing <= transport.lost_peers().keys():
+                break
+            continue
+        except OSError:  # as where there are too many files
             break
         with closing(connection), suppress(OSError):
             connection.settimeout(GREETING_SECONDS)

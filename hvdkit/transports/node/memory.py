@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import monotonic
 
@@ -24,6 +24,7 @@ from hvdkit.transports.node import SEGMENT_BYTES, SEGMENTS, has_segment
 
 FILE_BYTES = SEGMENTS * SEGMENT_BYTES  # sparse: addresses cost nothing
 
+LOOK_SECONDS = 0.05  # between two looks whether a guest is lost
 GREETING_SECONDS = 1.0  # a process that has connected must show the secret within this time
 MOST_DESCRIPTORS = 250  # in a message over a socket
 
@@ -90,19 +91,27 @@ class Invitation:
             os.close(self._descriptor)
             raise
 
-    def serve(self, guests: int, seconds: float, arena: int = -1) -> tuple[int, dict[int, int]]:
+    def serve(
+        self, guests: int, seconds: float, arena: int = -1, is_hopeless: Callable[[], bool] = bool
+    ) -> tuple[int, dict[int, int]]:
         """Hand the memory to ``guests`` processes that know the secret, and return its descriptor.
 
         All ranks also get the descriptors of all arenas, by index; this rank's is ``arena``, -1 for none. The caller
-        owns all descriptors. Raises TimeoutError, an OSError, if not all guests come.
+        owns all descriptors. Raises TimeoutError, an OSError, if not all guests come in time, or ``is_hopeless()``
+        says before that a guest will not come.
         """
         deadline = monotonic() + seconds
         arrived: list[socket.socket] = []
         arenas = {} if arena < 0 else {0: os.dup(arena)}
         try:
             while len(arrived) < guests:
-                self._listener.settimeout(max(0.001, deadline - monotonic()))
-                connection, _ = self._listener.accept()
+                self._listener.settimeout(LOOK_SECONDS)
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError:
+                    if monotonic() > deadline or is_hopeless():
+                        raise
+                    continue
                 # A process that shows nothing, or goes away, must not fail the other guests.
                 connection.settimeout(GREETING_SECONDS)
                 index, descriptor = self._greeted(connection)
