@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ from hvdkit.engine.telemetry import timeline as module
 from hvdkit.engine.telemetry.telemetry import Arrival, last_of
 from hvdkit.engine.telemetry.timeline import Timeline
 from tests.launch.launching import run_to_end
-from tests.ranks import ROOT
 
 
 @pytest.fixture
@@ -93,24 +91,6 @@ def test_the_last_rank_is_told_after_the_one_before_it_and_after_the_first():
     assert last.fields == {"last_rank": 1, "ms_after_the_one_before": 375.0, "ms_after_the_first": 500.0}
     assert last_of({2: 5.0, 1: 5.0, 0: 1.0}) == Arrival(1, 0.0, 4.0)  # the lower one of two that come at once
     assert last_of({}) is last_of({3: 1.0}) is None
-
-
-def test_the_lines_of_the_page_tell_who_came_last(path):
-    """Run as they stand on the page, on what an engine writes."""
-    timeline = Timeline(path.with_name("trace.json"), rank=0, mark_cycles=True)
-    timeline.mark_cycle()
-    timeline.begin("a", "ALLREDUCE", bytes=8)
-    for came in ({0: 1.0, 1: 1.25, 2: 1.5}, {0: 2.0, 1: 2.5, 2: 2.375}, {0: 3.0, 1: 3.0, 2: 3.125}):
-        last = last_of(came)
-        timeline.span("a", last.activity, *sorted(came.values())[::2], **last.fields)
-    timeline.end("a")
-    timeline.close()
-    lines = re.search(r"^```python\n(.*?)^```", (ROOT / "docs" / "timeline.md").read_text(), re.M | re.S)[1]
-    told = run_to_end([sys.executable, "-c", lines], cwd=path.parent)
-    assert told.stdout.splitlines() == [
-        "rank 1 came last: 1 x, by 125 ms at most, 125 ms in all",
-        "rank 2 came last: 2 x, by 250 ms at most, 375 ms in all",
-    ]
 
 
 def test_who_records_flushes_by_number_and_by_time(path, monkeypatch):

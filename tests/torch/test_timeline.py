@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 from hvdkit.engine.session import runtime
+from hvdkit.engine.telemetry.trace import Activity, Trace, late_waits, read_trace
 from hvdkit.errors import HorovodInternalError
 from tests.on_ranks import on_ranks
 from tests.ranks import ROOT
@@ -39,38 +39,16 @@ DOCUMENTED = set(re.findall(r"`([A-Z_]+(?: n)?|[A-Z_]+_n)`", Path(ROOT, "docs", 
 DOCUMENTED |= {f"NEGOTIATE_{name}" for name in DOCUMENTED}
 
 
-class Shown(NamedTuple):
-    """An activity, in milliseconds."""
-
-    row: str
-    name: str
-    begin: float
-    end: float
-    args: dict[str, Any]
-
-
-def shown_in(path: Path) -> list[Shown]:
-    events = json.loads(path.read_text())
-    rows = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    found, begun = [], dict[int, list[Any]]()
-    for event in events:
-        row = rows.get(event["tid"], "")
-        if event["ph"] == "B":
-            begun.setdefault(event["tid"], []).append(event)
-        elif event["ph"] == "E":
-            start = begun[event["tid"]].pop()
-            found.append(Shown(row, start["name"], start["ts"] / 1e3, event["ts"] / 1e3, start.get("args", {})))
-        elif event["ph"] == "X":
-            end = event["ts"] + event["dur"]
-            found.append(Shown(row, event["name"], event["ts"] / 1e3, end / 1e3, event.get("args", {})))
-    assert not any(begun.values()), begun
-    return sorted(found, key=lambda one: one.begin)
+def shown_in(path: Path) -> list[Activity]:
+    trace = read_trace(path)
+    assert trace.unfinished == []
+    return sorted(trace.activities, key=lambda one: one.begin)
 
 
 @contextmanager
-def recorded(hvd: Any) -> Iterator[list[Shown]]:
+def recorded(hvd: Any) -> Iterator[list[Activity]]:
     """Holds what rank 0's timeline shows of the block, once it is over; nothing on other ranks."""
-    shown: list[Shown] = []
+    shown: list[Activity] = []
     path = Path(tempfile.gettempdir(), f"hvdkit-shown-{os.getpid()}.json")
     hvd.start_timeline(str(path))
     try:
@@ -143,6 +121,17 @@ def test_the_last_rank_is_named_where_a_tensor_is_reduced(hvd: Any) -> None:
         assert wait.args["ms_after_the_one_before"] >= 0.5e3 * LATE_SECONDS, wait
         assert wait.row == asked.row == ran.row == "allreduce 'late'", shown
         assert asked.begin <= wait.begin <= wait.end <= asked.end <= ran.begin, shown
+
+
+def test_tensors_that_wait_for_a_rank_at_a_time_are_one_wait(hvd: Any) -> None:
+    directory = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
+    tensors = [(f"tensor {number}", torch.ones(3)) for number in range(20)]
+    with recorded(hvd) as shown:
+        late(hvd, lambda: hvd.broadcast_parameters(tensors, root_rank=0), directory, 0)
+    if hvd.rank() == 0:
+        waits = [wait for wait in late_waits(Trace(shown, [])) if wait.rank == hvd.size() - 1]
+        assert len(waits) == 1, waits
+        assert 0.5e3 * LATE_SECONDS < waits[0].end - waits[0].begin < 20 * 0.5e3 * LATE_SECONDS
 
 
 def test_rank_0_is_named_where_it_comes_last(hvd: Any) -> None:
