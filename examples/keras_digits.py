@@ -6,7 +6,7 @@
     hvdkitrun -np 2 python examples/keras_digits.py --resume --epochs 30          # go on from the checkpoint
 
 The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. What makes the script distributed is
-marked with "hvd:". Needs: pip install hvdkit[tensorflow,examples], or hvdkit[torch,examples] and keras.
+marked with "hvd:". Needs: pip install '.[tensorflow,examples]' in a checkout, or '.[torch,examples]' and keras.
 """
 
 from __future__ import annotations

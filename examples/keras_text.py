@@ -7,8 +7,8 @@
 
 Nothing is downloaded: every Python has its standard library. At the defaults the model has 20.7 million parameters.
 Every few steps rank 0 reports the throughput of all ranks, the loss, the bytes that a rank sent and how long it waited
-for communication. What makes the script distributed is marked with "hvd:". Needs: pip install
-hvdkit[tensorflow,examples], or hvdkit[torch,examples] and keras.
+for communication. What makes the script distributed is marked with "hvd:". Needs: pip install '.[tensorflow]' in
+a checkout, or '.[torch]' and keras.
 """
 
 from __future__ import annotations

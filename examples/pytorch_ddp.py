@@ -2,7 +2,7 @@
 
     hvdkitrun -np 4 python examples/pytorch_ddp.py
 
-The only line that names hvdkit is init_process_group("hvdkit"). Needs: pip install hvdkit[torch,examples].
+The only line that names hvdkit is init_process_group("hvdkit"). Needs: pip install '.[torch,examples]' in a checkout.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     hvdkitrun -np 2 python examples/pytorch_digits.py --resume --epochs 30    # go on from the checkpoint
 
 The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. What makes the script distributed is
-marked with "hvd:". Needs: pip install hvdkit[examples].
+marked with "hvd:". Needs: pip install '.[examples]' in a checkout.
 """
 
 from __future__ import annotations

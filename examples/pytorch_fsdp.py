@@ -3,7 +3,7 @@
     hvdkitrun -np 4 python examples/pytorch_fsdp.py
 
 A layer's parameters are gathered when the layer computes, and freed afterwards; its gradients are averaged and
-scattered, so that each rank updates its share. Needs: pip install hvdkit[torch,examples].
+scattered, so that each rank updates its share. Needs: pip install '.[torch,examples]' in a checkout.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     hvdkitrun -np 4 python examples/pytorch_hybrid.py
 
 Ranks 0 and 1 hold one copy of the net, ranks 2 and 3 the other. Within a copy each rank has slices of layers, or some
-of the layers; between the copies gradients are averaged. Needs: pip install hvdkit[torch,examples].
+of the layers; between the copies gradients are averaged. Needs: pip install '.[torch,examples]' in a checkout.
 """
 
 from __future__ import annotations

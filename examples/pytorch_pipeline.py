@@ -6,7 +6,7 @@
 The schedule is 1F1B: a rank that has started enough micro-batches alternates one forward and one backward pass
 (Narayanan et al. 2019, PipeDream). Of p ranks with m micro-batches each rank is idle for (p-1)/(m+p-1) of the time,
 since the last rank waits for the first micro-batch, and the first rank for its gradient. --bubble measures it with
-layers that sleep. Needs: pip install hvdkit[torch,examples].
+layers that sleep. Needs: pip install '.[torch,examples]' in a checkout.
 """
 
 from __future__ import annotations

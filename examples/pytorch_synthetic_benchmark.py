@@ -5,7 +5,7 @@
     hvdkitrun -np 2 python examples/pytorch_synthetic_benchmark.py --fp16-allreduce
 
 Options and report are those of Horovod's script of the same name, so its figures can be compared line by line. Uses the
-GPU of the local rank where there is one. Needs: pip install hvdkit[examples].
+GPU of the local rank where there is one. Needs: pip install '.[examples]' in a checkout.
 """
 
 from __future__ import annotations

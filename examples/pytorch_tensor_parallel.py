@@ -4,7 +4,7 @@
 
 A layer split by columns computes a part of its outputs on each rank. The layer split by rows that follows takes these
 as its inputs, and its outputs are summed over the ranks (Shoeybi et al. 2019, Megatron-LM): two layers need one
-allreduce forward and one backward. Needs: pip install hvdkit[torch,examples].
+allreduce forward and one backward. Needs: pip install '.[torch,examples]' in a checkout.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 hvdkit's operations have gradients, which are operations among the ranks too. The rule of this script: the loss of a
 batch is the sum of what the ranks return as theirs. By that rule the gradients of allreduce(op=Sum) and alltoall are
 right; as in Horovod those of allgather are divided by the number of ranks, and those of reducescatter(op=Sum) are
-multiplied by it, which scale_gradient() undoes. Needs: pip install hvdkit[tensorflow,examples].
+multiplied by it, which scale_gradient() undoes. Needs: pip install '.[tensorflow,examples]' in a checkout.
 """
 
 from __future__ import annotations

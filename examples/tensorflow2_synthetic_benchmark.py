@@ -7,7 +7,7 @@ measured.
 
 Options and report are those of Horovod's script of the same name, so its figures can be compared line by line; the
 model is by default a smaller one, which a CPU has figures of soon. Uses the GPU of the local rank where there is one.
-Needs: pip install hvdkit[tensorflow,examples].
+Needs: pip install '.[tensorflow,examples]' in a checkout.
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 import hvdkit
-from docs.hooks import tables
+from docs.hooks import address, tables
 from hvdkit import config
 from hvdkit.api import missing_attribute
 from hvdkit.as_horovod import MODULES
 from hvdkit.launch.options import build_parser
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 README = (DOCS.parent / "README.md").read_text()
 PAGES = {"hvdkit.torch": "torch", "hvdkit.tensorflow": "tensorflow", "hvdkit.keras": "keras"}
 CALLBACKS = "hvdkit.keras.callbacks"
@@ -39,6 +40,29 @@ for module, names in json.load(sys.stdin).items():
     answers[module] = {"all": list(getattr(found, "__all__", [])), "missing": missing}
 print("LOOK", json.dumps(answers))
 """
+
+
+@pytest.mark.parametrize("path", address.SHOWN)
+def test_every_page_shows_the_address_of_the_repository_that_pyproject_has(path):
+    assert set(address.shown(path)) == {address.address()}, "run python -m docs.hooks.address"
+
+
+def test_a_new_address_is_written_into_every_file_that_shows_it(tmp_path, monkeypatch):
+    for path in address.SHOWN:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text((address.ROOT / path).read_text())
+    (tmp_path / "pyproject.toml").write_text('Repository = "https://host/new"\n')
+    monkeypatch.setattr(address, "ROOT", tmp_path)
+    address.write()
+    for path in address.SHOWN:
+        assert set(address.shown(path)) == {"https://host/new"}
+    assert "git+https://host/new'" in (tmp_path / "docs" / "start.md").read_text()
+
+
+@pytest.mark.parametrize("folder", ["hvdkit", "examples", "docs", "benchmarks"])
+def test_no_text_tells_users_to_install_hvdkit_from_a_package_index(folder):
+    for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")):
+        assert not re.search(r"pip\s+install\s+['\"]?hvdkit(?!\[[\w,]+\] @)", path.read_text()), path
 
 
 def section(page: str, title: str) -> str:

