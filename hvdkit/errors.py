@@ -1,6 +1,10 @@
 """The exceptions for what a peer or the network did wrong. For a caller's mistakes, ValueError and TypeError serve."""
 
 import multiprocessing
+from collections.abc import Sequence
+
+# How ranks that are stopped, or whose Python is, are missed.
+NO_SIGN_OF_LIFE, NO_ANSWER = "no sign of life", "no answer"
 
 
 def in_words(error: BaseException) -> str:
@@ -11,6 +15,12 @@ def in_words(error: BaseException) -> str:
 def cut_off(text: str, longest: int) -> str:
     """Return a text of at most ``longest`` characters; a shortened text says that it is cut off."""
     return text if len(text) <= longest else f"{text[:longest]} ... (cut off here)"
+
+
+def abridged(names: Sequence[str], most: int = 3) -> str:
+    """Return the first ``most`` of some names, and the count of the rest: "a, b, c and 5 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 class HorovodInternalError(RuntimeError):

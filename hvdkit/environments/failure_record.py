@@ -28,6 +28,7 @@ INIT_PIPE = "HVDKIT_INIT_PIPE"  # on which the rank tells its worker that it cal
 BEGINS, MARK = "\x1ehvdkit traceback", "\x1ehvdkit failure "
 # A rank's worker (launch/worker) writes such a line when the rank called hvd.init(), or ended as it was asked to.
 NOTE, INIT, ENDED = "\x1ehvdkit note ", "init", "ended"
+CODE = "code"  # such a note has the exit code of a rank that failed under mpirun, as in subprocess
 RESULT = "result"  # such a note has a part of the result of a function that hvdkit.run runs
 ANOTHER = -1  # an unknown rank
 LONGEST_ERROR = 3000  # characters

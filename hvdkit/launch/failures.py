@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -12,11 +13,12 @@ from pathlib import Path
 from time import monotonic
 
 from hvdkit.environments.failure_record import ANOTHER, Record, write_all
-from hvdkit.errors import cut_off
+from hvdkit.errors import NO_ANSWER, NO_SIGN_OF_LIFE, cut_off
 
 SAYS = "hvdkitrun: "
 LONGEST_LINE = 200
-FILE = "failure.txt"
+PREFIX, FILE = "hvdkit-", "failure.txt"
+MOST_FILES = 5  # of failed jobs of this user, in the folder for temporary files
 
 
 class Failures:
@@ -78,7 +80,8 @@ class Failures:
         text = "".join(f"rank {rank}:\n{self._text(rank)}" for rank in sorted(self.records))
         try:
             if folder is None:
-                descriptor, path = tempfile.mkstemp(prefix="hvdkit-", suffix=f"-{FILE}")
+                descriptor, path = tempfile.mkstemp(prefix=PREFIX, suffix=f"-{FILE}")
+                _forget_old(Path(path).parent)
             else:
                 path = str(folder / FILE)
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -87,7 +90,8 @@ class Failures:
         except OSError as error:  # a full disk may be why the job failed
             _print([f"{SAYS}cannot keep all tracebacks in a file: {error}", *text.splitlines()])
         else:
-            _print([f"{SAYS}all tracebacks are in {path}, or shown with --verbose"])
+            kept = "" if folder is not None else f", of such files the newest {MOST_FILES} stay"
+            _print([f"{SAYS}all tracebacks are in {path}{kept}; --verbose prints them"])
 
     def first(self, ended: int, by_signal: bool, at: float) -> int:
         """Return the rank that failed first, where the end of ``ended`` at the monotonic time ``at`` ended the job.
@@ -101,9 +105,29 @@ class Failures:
         }
         return first_to_fail(records, ended, by_signal)
 
+    def absence(self, rank: int) -> str:
+        """Return how a rank without a record of its own was missed by the others: it may be stopped, and not leave."""
+        errors = [record.error for record in self.records.values() if record.after == rank]
+        for words in (NO_SIGN_OF_LIFE, NO_ANSWER):
+            if any(words in error for error in errors):
+                return f"gave {words}, which ended the job"
+        return "left the job before the others, which ended it"
+
     def _text(self, rank: int) -> str:
         record = self.records[rank]
         return (self.tracebacks[rank] or f"{record.frames}{record.error}").rstrip("\n") + "\n"
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove the files of this user's earlier failed jobs, except the newest."""
+    ages: list[tuple[float, Path]] = []
+    for path in folder.glob(f"{PREFIX}*-{FILE}"):
+        with contextlib.suppress(OSError):  # another hvdkitrun removes it
+            status = path.stat()
+            if status.st_uid == os.geteuid():
+                ages.append((status.st_mtime, path))
+    for _, path in sorted(ages)[:-MOST_FILES]:
+        path.unlink(missing_ok=True)
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -28,6 +28,7 @@ from hvdkit.launch.hosts import assign_slots
 from hvdkit.launch.job import LaunchJob, job_environment
 from hvdkit.launch.mpirun_output import MpirunStream, RankFailure, find_failure, find_shortage
 from hvdkit.launch.options import Options
+from hvdkit.launch.out_of_memory import OTHER_CAUSES
 from hvdkit.launch.output import STREAMS, Output
 from hvdkit.launch.ssh import Ssh, check_reachable, is_local
 from hvdkit.launch.supervise import Child, Outcome, supervise
@@ -217,8 +218,9 @@ def report_mpi(job: LaunchJob, outcome: Outcome, streams: list[MpirunStream]) ->
     if crashed:  # mpirun may crash while it ends the ranks of a failed job, whose records are kept
         say(f"mpirun itself was killed by signal {signal_name(-outcome.code)} ({-outcome.code})")
         failure = failure or next((RankFailure(rank, 1, how="aborted") for rank in job.output.failures.records), None)
-    elif failure is None:  # mpirun hung in its own end and printed no report
+    elif failure is None:  # mpirun hung in its own end, or the last rank failed: it printed no report
         failure = next((stream.aborted for stream in streams if stream.aborted is not None), None)
+        failure = failure or next((RankFailure(rank, code) for rank, code in job.output.codes.items()), None)
     shortage = find_shortage(own_words) if failure is None else None
     if failure is not None:  # else mpirun may have started no rank
         tell_of_init(job, outcome)
@@ -269,15 +271,17 @@ def report_failure(job: LaunchJob, failure: RankFailure, at: float) -> int:
     if job.options.function_folder is not None:
         keep_failure(job.options.function_folder, first, records.tracebacks.get(first, ""))
     host = failure.host if failure.host and first == failure.rank else job.placements[first].host
+    cause = job.output.causes[failure.rank]
     if first != failure.rank:
         has_failed = first in records.records
-        how = "failed, which ended the job" if has_failed else "left the job before the others, which ended it"
+        how = "failed, which ended the job" if has_failed else records.absence(first)
     elif code < 0:
-        how = f"was killed by signal {signal_name(-code)} ({-code}), which ended the job"
+        how = f"was killed by signal {signal_name(-code)} ({-code}){cause}, which ended the job"
     else:
         ways = {"exited": f"exited with code {code}", "aborted": f"failed with code {code}"}
         way = ways.get(failure.how, f"ended without MPI_Finalize (code {code})")
-        how = f"{way}, which ended the job"
+        how = f"{way}{cause}, which ended the job"
+    hint = f"\n{OTHER_CAUSES}" if first == failure.rank and code == -signal.SIGKILL and not cause else ""
     # A host's name is that which its ranks print.
-    say(f"rank {first} on {socket.gethostname() if is_local(host) else host} {how}")
+    say(f"rank {first} on {socket.gethostname() if is_local(host) else host} {how}{hint}")
     return exit_status(code)

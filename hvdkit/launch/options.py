@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("-v", "--version", action="version", version=hvdkit.__version__)
     add("-np", "--num-proc", dest="size", type=_at_least(1, int), metavar="N", help="number of processes")
     add("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
-    add("--verbose", action="store_true", help="print hosts and command lines")
+    add("--verbose", action="store_true", help="print more: hosts, command lines, the traceback of each rank")
     start_help = "seconds to reach all hosts, and for all processes to meet (30)"
     add("--start-timeout", type=_at_least(0, float, or_more=False), metavar="S", help=start_help)
     grace_help = "seconds that all processes have to save after SIGTERM, before SIGKILL (10)"

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdkit.environments.failure_record import BEGINS, MARK, NOTE, RESULT, parse, write_all
+from hvdkit.environments.failure_record import BEGINS, CODE, MARK, NOTE, RESULT, parse, write_all
 from hvdkit.launch import LaunchError
 from hvdkit.launch.failures import Failures
+from hvdkit.launch.out_of_memory import MEMORY, explain
 
 _BEGINS, _MARK, _NOTE = BEGINS.encode(), MARK.encode(), NOTE.encode()
 _ANY_MARK = re.compile(b"%b|%b|%b" % (_BEGINS, _MARK, _NOTE))
@@ -85,6 +86,8 @@ class Output:
         self.failures = Failures(verbose, later=is_elastic)
         self.noted: defaultdict[str, set[int]] = defaultdict(set)  # the ranks that sent a note, such as INIT
         self.results: defaultdict[int, bytes] = defaultdict(bytes)  # of a function, in base 64
+        self.codes: dict[int, int] = {}  # of ranks that failed under mpirun, in the order of their ends
+        self.causes: defaultdict[int, str] = defaultdict(str)  # why a rank was killed, as far as its worker knows
         self._rest: dict[tuple[int, str], bytes] = {}  # for a file: bytes that may begin a mark
         self._held: dict[tuple[int, str], list[bytes]] = {}  # tracebacks whose record has not come yet
 
@@ -120,6 +123,10 @@ class Output:
                 note, _, text = line[mark.end() :].strip().partition(b" ")
                 if note == RESULT.encode():
                     self.results[source[0]] += text
+                elif note == CODE.encode():
+                    self.codes[source[0]] = int(text)
+                elif note == MEMORY.encode():
+                    self.causes[source[0]] = explain(text.decode(errors="replace"))
                 else:
                     self.noted[note.decode(errors="replace")].add(source[0])
             elif mark[0] == _BEGINS:

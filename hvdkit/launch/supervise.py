@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from hvdkit.environments import limits
-from hvdkit.launch import LaunchError, worker
+from hvdkit.launch import LaunchError, process_tree, worker
 from hvdkit.launch.output import STREAMS
 
 # From the first failure to the last process gone: SIGTERM at once, SIGKILL from the worker, then from here.
@@ -80,7 +80,7 @@ class Outcome:
 
 def supervise(children: list[Child], stop_grace: float) -> Outcome:
     """Start the children and stay until all have ended. ``stop_grace``: the seconds that SIGTERM leaves to ranks."""
-    worker.adopt_orphans()
+    process_tree.adopt_orphans()
     with signals_as_bytes() as wake:
         supervisor, outcome = _Supervisor(children, wake, stop_grace), None
         try:

@@ -10,14 +10,12 @@ Under mpirun the file also runs between mpirun and each rank (``python worker.py
 since mpirun itself kills ranks 0.25 s after SIGTERM. There mpirun forwards SIGURG, which stands for ``stop`` and which
 others ignore. The worker of an ended rank says so and stays: mpirun would end the other ranks otherwise. The worker
 also sets the variables of torch.distributed that mpirun does not set. The file runs by its path, so it imports the
-standard library alone.
+standard library and two files beside it alone.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import ctypes
 import errno
 import itertools
 import json
@@ -29,13 +27,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-PR_SET_CHILD_SUBREAPER = 36
+if TYPE_CHECKING or __package__:
+    from hvdkit.launch import out_of_memory, process_tree
+else:  # run by its path, in the isolated mode, which leaves out the folder of the file
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import out_of_memory
+    import process_tree
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP = b"stop\n"
 # The lines on stderr that hvdkitrun takes out, and the variables, are those of environments/ and launch/function.
-INIT, ENDED = b"\x1ehvdkit note init\n", b"\x1ehvdkit note ended\n"
+NOTE = "\x1ehvdkit note "
+INIT, ENDED = f"{NOTE}init\n".encode(), f"{NOTE}ended\n".encode()
 INIT_PIPE = "HVDKIT_INIT_PIPE"
 TORCH_PLACE, FUNCTION = "HVDKIT_TORCH_PLACE", "HVDKIT_FUNCTION_FILE"
 RELAY = signal.SIGURG
@@ -93,52 +98,6 @@ def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of processes that the command leaves behind, so that they are found."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def bury_orphans(child: subprocess.Popen[bytes]) -> None:
-    """Take the status of adopted processes that have ended; Popen takes the command's own."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child.pid:
-            os.waitpid(ended.si_pid, 0)
-
-
-def send(pid: int, number: int, to_group: bool = False) -> None:
-    """Send a signal to a process, or to the group that it leads. Does nothing if it has ended."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter of a process of another user
-        (os.killpg if to_group else os.kill)(pid, number)
-
-
-def children_by_parent() -> dict[int, list[int]]:
-    """Return the living children of each process."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb") as file:
-                # The program's name stands in parentheses and may itself hold spaces and parentheses.
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-                if state != b"Z":
-                    children.setdefault(int(parent), []).append(int(name))
-    return children
-
-
-def own_children() -> list[int]:
-    """Return the children of this process, including adopted processes."""
-    return children_by_parent().get(os.getpid(), [])
-
-
-def sweep() -> None:
-    """Kill all descendants, also those that left the command's process group."""
-    children = children_by_parent()
-    left = children.get(os.getpid(), [])
-    while left:
-        pid = left.pop()
-        left += children.get(pid, [])
-        send(pid, signal.SIGKILL)
-
-
 def init_pipe() -> int:
     """Put a pipe into the environment for a rank's word on hvd.init(); return the end to read."""
     reading, writing = os.pipe()
@@ -155,12 +114,13 @@ class Leash:
         self._grace, self._stop_grace = graces
         self._kill_at: float | None = None
         self._terminated: set[int] = set()  # processes that have each got SIGTERM
+        self._memory = out_of_memory.MemoryWatch()
         self.is_stopped = False  # gently
 
     def wait(self, sources: list[int], wake: int, gently: int, quickly: Collection[int] = ()) -> int:
         """Wait for the command, and end it if standard input closes or such a signal comes. Return Popen's code."""
         sources = sources if self._init is None else [*sources, self._init]
-        while (code := self._child.poll()) is None or (self._terminated and own_children()):
+        while (code := self._child.poll()) is None or (self._terminated and process_tree.own_children()):
             pauses = [LOOK_SECONDS] if self.is_stopped else []
             if self._kill_at is not None:
                 pauses.append(max(0.0, self._kill_at - time.monotonic()))
@@ -175,17 +135,19 @@ class Leash:
                 self._tell_init(sources)
             if wake in ready:
                 numbers = os.read(wake, 512)
-                bury_orphans(self._child)
+                process_tree.bury_orphans(self._child)
                 if gently in numbers:
                     self._end_gently()
                 elif not set(numbers).isdisjoint(quickly):
                     self._end_quickly()
             self._go_on_ending()
         self._tell_init(sources)
+        if code in out_of_memory.KILLED and self._kill_at is None:
+            os.write(2, f"{NOTE}{self._memory.note()}\n".encode())
         # The command's processes end with it; after success, those may stay that left its group on purpose.
-        send(self._child.pid, signal.SIGKILL, to_group=True)
+        process_tree.send(self._child.pid, signal.SIGKILL, to_group=True)
         if code != 0 or self.is_stopped or self._kill_at is not None:
-            sweep()
+            process_tree.sweep()
         return code
 
     def _tell_init(self, sources: list[int]) -> None:
@@ -198,7 +160,7 @@ class Leash:
             self._kill_at = time.monotonic()
         elif self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace
-            send(self._child.pid, signal.SIGTERM, to_group=True)
+            process_tree.send(self._child.pid, signal.SIGTERM, to_group=True)
 
     def _end_gently(self) -> None:
         if self._kill_at is None:
@@ -209,16 +171,16 @@ class Leash:
     def _go_on_ending(self) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill_at += LOOK_SECONDS  # processes that are not gone by then are killed again
-            send(self._child.pid, signal.SIGKILL, to_group=True)
+            process_tree.send(self._child.pid, signal.SIGKILL, to_group=True)
             if self.is_stopped:
-                sweep()
+                process_tree.sweep()
         elif self.is_stopped and not self._relays:
-            targets = {self._child.pid} if self._child.poll() is None else set(own_children())
+            targets = {self._child.pid} if self._child.poll() is None else set(process_tree.own_children())
             for pid in targets - self._terminated:
-                send(pid, signal.SIGTERM)
+                process_tree.send(pid, signal.SIGTERM)
             self._terminated |= targets
         elif self.is_stopped and self._kill_at is None:
-            send(self._child.pid, RELAY)
+            process_tree.send(self._child.pid, RELAY)
 
 
 def wake_on_signals(numbers: Iterable[int] = STOP_SIGNALS) -> int:
@@ -246,7 +208,7 @@ def end_like(code: int, by_signal: bool) -> None:
 def main() -> None:
     """Run the command of the header, and end as it ended."""
     wake = wake_on_signals()
-    adopt_orphans()
+    process_tree.adopt_orphans()
     header = read_header()
     if header is None:
         return
@@ -280,12 +242,14 @@ def run_under_mpirun(stop_grace: float, ranks_of_hosts: list[int], command: list
     os.environ.update(place, **{TORCH_PLACE: f"{place['RANK']}/{place['WORLD_SIZE']}"})
     forwarded = [signal.Signals[f"SIG{name}"] for name in FORWARDED.split()]
     wake = wake_on_signals([RELAY, *forwarded])
-    adopt_orphans()
+    process_tree.adopt_orphans()
     init = init_pipe()  # before the command starts
     leash = Leash(popen(command), init, (0.0, stop_grace), relays=False)
     code = leash.wait([wake], wake, RELAY)
     if leash.is_stopped or code == 0:
         os.write(2, ENDED)  # also if the rank ended before: hvdkitrun waits for all ranks when it is stopped
+    else:
+        os.write(2, f"{NOTE}code {code}\n".encode())  # mpirun says nothing of the last rank to end
     if leash.is_stopped:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         while os.getppid() == mpirun:  # mpirun ends this process, unless it is killed itself

@@ -21,9 +21,10 @@ from hvdkit.torch.parameters import broadcast_tensors
 
 BROADCAST = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit(), or hvd.broadcast_variables() in a loop"
 CHANGED = (
-    "The gradients of {names} were changed after the backward pass of Keras's own train_step, which hands them over, "
-    "and before they were applied.\n"
-    "HINT: change gradients in a train_step of the model's own, or in the optimizer's apply()."
+    "Gradients were changed after the backward pass of Keras's own train_step, which hands them over, and before they "
+    "were applied.\n"
+    "HINT: change gradients in a train_step of the model's own, or in the optimizer's apply().\n"
+    "Changed: {names}"
 )
 COMPUTED_TWICE = (
     "The gradient of '{name}' was added to once more in a backward pass that had completed it before.\n"

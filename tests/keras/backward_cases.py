@@ -333,7 +333,7 @@ def case_a_gradient_that_was_changed_after_all_is_an_error(hvd):
         weight.grad.mul_(0.5)
 
     hook = node.register_hook(change)
-    with told(AssertionError, "kernel (2) were changed after", "train_step of the model's own"):
+    with told(AssertionError, "Gradients were changed after", "train_step of the model's own", "kernel (2)"):
         model.train_on_batch(*data[3])
     hook.remove()
     train(model, data[4:])

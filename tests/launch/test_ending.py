@@ -39,7 +39,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_signal(controller):
     result = call([controller, "-np", "2"], f"{RANK}\nif rank == '0': os.kill(os.getpid(), 9)\n{SLEEP}", mark)
     assert result.status == 128 + 9
     how = "was killed by signal SIGKILL (9), which ended the job"
-    assert result.last_words == f"hvdkitrun: rank 0 on {socket.gethostname()} {how}"
+    assert f"hvdkitrun: rank 0 on {socket.gethostname()} {how}" in result.stderr.splitlines()
     check_gone(mark)
 
 
@@ -48,6 +48,12 @@ def test_a_rank_that_raises_shows_its_traceback_and_ends_the_job(controller):
     assert result.status == 1
     assert "[1]<stderr>: KeyError: 'lost'" in result.stderr
     assert "exited with code 1" in result.last_words
+
+
+def test_the_last_rank_to_end_is_named_too(controller):
+    result = call([controller, "-np", "2"], f"{RANK}\nif rank == '1': time.sleep(1); sys.exit(5)")
+    assert result.status == 5
+    assert result.last_words == f"hvdkitrun: rank 1 on {socket.gethostname()} exited with code 5, which ended the job"
 
 
 LEAVES_A_CHILD = f"""{RANK}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import subprocess
@@ -51,6 +52,34 @@ def test_who_failed_first(records: dict[int, Record], ended: int, by_signal: boo
     assert first_to_fail(records, ended, by_signal) == first
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("rank 1 (h) gave rank 0 (h) no sign of life for 3 s", "gave no sign of life, which ended the job"),
+        ("rank 1 (h) lives, but its Python gave rank 0 (h) no answer for 9 s", "gave no answer, which ended the job"),
+        ("'x' waits for rank 1, which has left the job", "left the job before the others, which ended it"),
+    ],
+)
+def test_a_rank_that_was_stopped_did_not_leave(error: str, words: str):
+    failures = Failures()
+    failures.take(0, Record(f"hvdkit.errors.PeerLostError: {error}", after=1), "")
+    assert failures.absence(1) == words
+
+
+def test_the_files_of_the_newest_failed_jobs_stay(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for number in range(8):
+        (tmp_path / f"hvdkit-{number}-failure.txt").touch()
+        os.utime(tmp_path / f"hvdkit-{number}-failure.txt", (number, number))
+    (tmp_path / "hvdkit-other.txt").touch()
+    failures = Failures()
+    failures.take(0, own(), "")
+    failures.show_rest(0, None)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"hvdkit-other.txt", *(f"hvdkit-{number}-failure.txt" for number in (4, 5, 6, 7))} < left
+    assert len(left) == 6
+
+
 def test_a_rank_that_fails_while_the_launcher_ends_it_is_not_the_first():
     failures = Failures()
     failures.take(0, own(), "")
@@ -66,7 +95,9 @@ def test_a_rank_that_fails_while_the_launcher_ends_it_is_not_the_first():
 
 def kept_tracebacks(line: str) -> str:
     """Return, and remove, what was kept where this line says."""
-    kept = re.match("hvdkitrun: all tracebacks are in (.*), or shown with --verbose", line)
+    kept = re.match(
+        "hvdkitrun: all tracebacks are in (.*), of such files the newest 5 stay; --verbose prints them", line
+    )
     assert kept is not None
     text = Path(kept[1]).read_text()
     Path(kept[1]).unlink()
@@ -208,7 +239,7 @@ def test_a_rank_that_leaves_early_is_blamed_and_not_who_waits_for_it(controller:
     assert re.fullmatch("hvdkitrun: rank [02] waited for rank 1:", next(line for line in lines if line.endswith(":")))
     assert any(line.startswith("HINT: see what rank 1 printed.") for line in lines)
     assert sum("PeerLostError" in line for line in lines) <= 2, "once for each rank"
-    assert lines[-2] == f"hvdkitrun: all tracebacks are in {tmp_path}/out/failure.txt, or shown with --verbose"
+    assert lines[-2] == f"hvdkitrun: all tracebacks are in {tmp_path}/out/failure.txt; --verbose prints them"
     assert re.fullmatch("hvdkitrun: rank 1 on .* left the job before the others, which ended it", lines[-1])
     assert "PeerLostError" in (tmp_path / "out" / "failure.txt").read_text()
     assert MARK not in (tmp_path / "out" / "rank.0" / "stderr").read_text()

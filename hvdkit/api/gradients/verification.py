@@ -19,7 +19,7 @@ from hvdkit import kernels
 from hvdkit.collectives.group import Array
 from hvdkit.engine.ops.requests import Call
 from hvdkit.engine.telemetry.verifying import Word, is_due
-from hvdkit.errors import ParametersDifferError
+from hvdkit.errors import ParametersDifferError, abridged
 
 # The parameters that are hashed after a step: none, those with dense gradients, all.
 NOTHING, DENSE, ALL = range(3)
@@ -99,8 +99,7 @@ def describe(title: str, step: int, names: Sequence[str], hashes: dict[int, Sequ
     else:
         columns = zip(names, *hashes.values(), strict=True)
         changed = [f"'{name}'" for name, *values in columns if len(set(values)) > 1]
-        more = f" and {len(changed) - MOST_NAMES} more" if len(changed) > MOST_NAMES else ""
-        differing = f"{', '.join(changed[:MOST_NAMES])}{more} (of {len(names)}) differ"
+        differing = f"{abridged(changed, MOST_NAMES)} (of {len(names)}) differ"
     groups = _ranks_by({rank: tuple(values) for rank, values in hashes.items()}).values()
     largest, *others = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
     if len(largest) == 1 and len(others) > 1:

@@ -12,6 +12,7 @@ from hvdkit.engine.ops.requests import Key, ReduceRequest, Request, Signature, m
 from hvdkit.engine.ranks.assignments import Assignments
 from hvdkit.engine.ranks.groups import Groups
 from hvdkit.engine.ranks.turns import effective
+from hvdkit.errors import abridged
 from hvdkit.kernels import ReduceOp, Scale
 
 if TYPE_CHECKING:
@@ -121,8 +122,7 @@ class Batch:
         self.signature, self.codec = self.submissions[0].signature, self.submissions[0].codec
 
     def __str__(self) -> str:
-        more = f" and {len(self.submissions) - 1} more" if len(self.submissions) > 1 else ""
-        return f"{self.submissions[0].key}{more}"
+        return abridged([str(submission.key) for submission in self.submissions], 1)
 
     def reduction(self) -> tuple[ReduceOp, Scale]:
         """Return the operation and scale that the signature asks for."""

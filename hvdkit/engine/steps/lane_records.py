@@ -12,6 +12,7 @@ from hvdkit.engine.steps.reducer import ReadyAt, Reducer
 from hvdkit.engine.telemetry.compression_report import timeline_fields
 from hvdkit.engine.telemetry.telemetry import Telemetry, last_of
 from hvdkit.engine.telemetry.timeline import COMPUTATION, TRAINING
+from hvdkit.errors import abridged
 
 
 class LaneRecords:
@@ -109,9 +110,8 @@ class LaneRecords:
 
     def waiting_for(self, index: int) -> str:
         """Return the operation with this index, for messages."""
-        names = self.names_in(index)
-        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"optimizer '{self._plan.name}', operation {index} of {len(self._arrangement.pieces)} ({first})"
+        names, pieces = abridged(self.names_in(index)), self._arrangement.pieces
+        return f"optimizer '{self._plan.name}', operation {index} of {len(pieces)} ({names})"
 
     def _waited(self, bucket: int) -> None:
         """Record the end of a bucket's wait for its turn, if it waited."""

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from hvdkit.errors import abridged
+
 SHORTEST_WAIT_MS = 1.0  # shorter waits are no lateness: some rank always comes last
 _STEP = "STEP "
 
@@ -132,9 +134,8 @@ def report_waits(trace: Trace, waits: Sequence[LateWait]) -> str:
         lines.append(f"{f'rank {rank}':10}" + "   ".join(cells))
     lines += ["", _summary(steps, [wait for wait in waits if wait.in_step])]
     if trace.unfinished:
-        listed = ", ".join(f"{name} of {row}" for row, name in trace.unfinished[:3])
-        more = f" and {len(trace.unfinished) - 3} more" if len(trace.unfinished) > 3 else ""
-        lines.append(f"Not finished when the recording ended: {listed}{more}")
+        names = abridged([f"{name} of {row}" for row, name in trace.unfinished])
+        lines.append(f"Not finished when the recording ended: {names}")
     return "\n".join(lines).lstrip("\n")
 
 

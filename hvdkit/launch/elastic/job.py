@@ -60,9 +60,12 @@ class ElasticJob:
         return f"{self.name_of(process, rank, host)} {how}"
 
     def with_error(self, text: str, process: int) -> str:
-        """Return the words with the error of a process that told it. Called once its output is printed."""
+        """Return the words with the error of a process that told it, or the cause of its end.
+
+        Called once its output is printed.
+        """
         record = self.output.failures.records.get(process)
-        return text if record is None else f"{text} ({shortened(record.error)})"
+        return f"{text}{self.output.causes[process]}" if record is None else f"{text} ({shortened(record.error)})"
 
 
 class ProcessEnd(NamedTuple):

@@ -28,6 +28,7 @@ from hvdkit.engine.steps.offers import FILLED, Offer, offer_of
 from hvdkit.engine.steps.plan import UNSEEN, Arrangement, Reduction, Slot, arrange
 from hvdkit.engine.steps.registration import copies_opener
 from hvdkit.engine.steps.schedule import Piece
+from hvdkit.errors import abridged
 from hvdkit.kernels import ReduceOp
 from hvdkit.torch.data_parallel.bucket import HookBucket
 from hvdkit.torch.data_parallel.group import NAME, HookGroup
@@ -40,13 +41,6 @@ LOADING = "ddp_hook.load_state_dict"
 # The keys of a state_dict whose values are the same on all ranks, with their words for errors; and all keys.
 ALIKE = {"size": "size", "turn": "turn", "codec": "codec", "shapes": "list of parameters"}
 KEYS = {*ALIKE, "rank", "kept"}
-NAMED = 3  # parameters that an error names
-
-
-def abridged(names: Sequence[str]) -> str:
-    """Return the first of some names, and the count of the rest."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}"
 
 
 class ModelGradients:

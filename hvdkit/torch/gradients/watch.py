@@ -11,19 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvdkit.errors import abridged
 from hvdkit.torch.gradients.layout import can_be_planned, storage_of
 
 CHANGED_IN_FLIGHT = (
-    "The gradients of {names} were changed after loss.backward() but before optimizer.step() or "
-    "optimizer.synchronize(). This is prohibited as it can cause a race condition.\n"
+    "Gradients were changed after loss.backward() but before optimizer.step() or optimizer.synchronize(). This is "
+    "prohibited as it can cause a race condition: they may still be in the middle of a sum over ranks.\n"
     "HINT: call optimizer.synchronize() before gradients are clipped, unscaled or cleared, and then "
-    "'with optimizer.skip_synchronize(): optimizer.step()'."
+    "'with optimizer.skip_synchronize(): optimizer.step()'.\n"
+    "Changed: {names}"
 )
 HALF_SUMMED = (
     "The gradient of '{name}' is what a step that failed left, or that was given up: some of its elements may be "
     "summed over ranks already, others are not.\n"
     "HINT: call optimizer.zero_grad() and run the forward and backward pass again."
 )
+MOST_NAMES = 8  # parameters that a message lists
 # At the end of the error that a step fails with.
 STEP_FAILED = "The gradients of this step may be half summed: call optimizer.zero_grad() before you go on."
 
@@ -84,7 +87,7 @@ def changed_since(
 def raise_if_changed(parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
     """Raise ChangedInFlightError, an AssertionError, for the parameters whose gradients were changed, if any."""
     if parameters:
-        names = ", ".join(map(name_of, parameters))
+        names = abridged([name_of(parameter) for parameter in parameters], MOST_NAMES)
         error = ChangedInFlightError(CHANGED_IN_FLIGHT.format(names=names))
         error.names = names
         raise error
