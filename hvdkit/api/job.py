@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -18,8 +19,11 @@ from hvdkit.engine.session.communicators import is_communicator
 from hvdkit.engine.session.process_sets import ProcessSet
 from hvdkit.engine.telemetry.compression_report import CompressionStatistics
 from hvdkit.engine.telemetry.telemetry import CommunicationStatistics
+from hvdkit.errors import EnvironmentConflictError, TransportUnavailableError
 from hvdkit.kernels.reduce_op import ReduceOp
 from hvdkit.transports import is_installed, succeeds
+
+logger = logging.getLogger("hvdkit")
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -32,12 +36,17 @@ Product = ReduceOp.PRODUCT
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
     """Join the job, for an adapter. Wrong arguments raise an error before any rank waits for another.
 
-    ``cuda``: tensors of GPUs travel by NCCL; ``for_torch``: tensors are PyTorch's.
+    ``cuda``: tensors of GPUs travel by NCCL; ``for_torch``: tensors are PyTorch's. Errors of the user's set-up come
+    without a traceback of hvdkit's inside.
     """
     ranks_or_comm, sets = _check_comm(comm), _check_process_sets(process_sets, comm)
     if not runtime.is_initialized():
         HANDLES.clear()
-    runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda, for_torch=for_torch)
+    try:
+        runtime.init(comm=ranks_or_comm, process_sets=sets, cuda=cuda, for_torch=for_torch)
+    except (EnvironmentConflictError, TransportUnavailableError) as error:
+        logger.debug("hvd.init() failed", exc_info=error)
+        raise error.with_traceback(None) from None
     _watch_keras()
     if not any(isinstance(finder, _KerasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _KerasFinder())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -155,3 +156,29 @@ def test_srun(one_host):
         nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
         environments = [srun_environment(rank, job, SLURM_NODEID=str(rank), **nodes) for rank in (0, 1)]
     assert run(BY_HAND, environments) == two_ranks("torch", one_host)
+
+
+PORT_IS_TAKEN = """\
+Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+FRAMES
+hvdkit.errors.TransportUnavailableError: this rank cannot listen on 127.0.0.1 port <port>: Address already in use
+HINT: another program, or another job, has the port; choose another MASTER_PORT, or let hvdkitrun choose.
+"""
+
+
+def test_a_taken_port_is_told_without_a_traceback_of_hvdkits_inside():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        environment = {**rank_environment(), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        program = "import hvdkit.torch as hvd; hvd.init()"
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    begin, end = PORT_IS_TAKEN.replace("<port>", port).split("FRAMES\n")
+    assert done.stderr.startswith(begin)
+    assert done.stderr.endswith(end)
+    frames = re.findall(r'File "(.*?)", line \d+, in (\w+)', done.stderr)
+    assert [name for _, name in frames] == ["init", "init"]  # of hvd.init() alone

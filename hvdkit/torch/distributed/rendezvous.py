@@ -30,7 +30,10 @@ def rendezvous(world: World, timeout: timedelta = default_pg_timeout, **_: Any) 
     Raises TransportUnavailableError where ranks can meet only by MPI, and mpi4py is not installed.
     """
     if world.rendezvous not in _stores:
-        _stores[world.rendezvous] = _open_store(world, timeout)
+        try:
+            _stores[world.rendezvous] = _open_store(world, timeout)
+        except TransportUnavailableError as error:
+            raise error.with_traceback(None) from None  # the cause is the user's set-up, not hvdkit's inside
     yield PrefixStore(f"hvdkit/{world.job}/{next(_numbers)}", _stores[world.rendezvous]), world.rank, world.size
     raise RuntimeError("ranks of mpirun and srun cannot meet anew")  # torch asks again after its group has failed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 
 from hvdkit.environments.base import World
@@ -74,7 +75,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
         listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         raise TransportUnavailableError(
-            f"this rank cannot listen on {address} port {port}: {error.strerror}\n"
+            f"this rank cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}\n"
             "HINT: another program, or another job, has the port; choose another MASTER_PORT, or let hvdkitrun choose."
         ) from error
     logger.debug("listening on %s port %d", address, listener.getsockname()[1])
