@@ -274,5 +274,19 @@ def test_bytes_have_a_unit_in_which_they_are_no_zero(before, after, words):
 
 def test_a_codec_that_keeps_something_tells_its_seconds_and_its_residual():
     told = CodecStatistics("topk(0.01)", 2_000_000, 40_000, 0.014, 0.25, 12.3456)
-    line = "topk(0.01): 2.0 MB sent as 40.0 kB (50.0 x less), encode 0.01 s, decode 0.25 s, residual 12.3"
-    assert str(CompressionStatistics({"topk(0.01)": told}, {})) == line
+    line = "topk(0.01): 2.0 MB sent as 40.0 kB (50.0 x less), encode 0.01 s, decode 0.25 s, "
+    assert str(CompressionStatistics({"topk(0.01)": told}, {})) == f"{line}pays below 59.4 Mb/s, residual 12.3"
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds", "words"),
+    [
+        (20_000_000, 0.15, "pays below 4.3 Gb/s"),
+        (99_000_000, 8.0, "pays below 1 Mb/s"),
+        (200_000_000, 0.1, "pays on no network"),
+    ],
+)
+def test_a_codec_tells_the_bandwidth_below_which_it_pays(after, seconds, words):
+    told = CodecStatistics("int8", 100_000_000, after, seconds / 2, seconds / 2, 1.0)
+    assert f", {words}, residual 1" in str(told)
+    assert CodecStatistics("fp16", 2, 1, 0.0, 0.0, 0.0).pays_below is None

@@ -29,6 +29,15 @@ class CodecStatistics:
         """Bytes before to bytes after; 1.0 where nothing was sent."""
         return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
 
+    @property
+    def pays_below(self) -> float | None:
+        """Bandwidth of a network, in bits a second, below which sending less takes less time than encoding adds.
+
+        0.0 for a codec that sends more than it gets, None where encoding is not measured (casts, and on GPUs).
+        """
+        seconds = self.encode_seconds + self.decode_seconds
+        return max(0.0, 8.0 * (self.bytes_before - self.bytes_after) / seconds) if seconds else None
+
     def __str__(self) -> str:
         if not self.bytes_after:
             return (
@@ -37,9 +46,10 @@ class CodecStatistics:
             )
         size = f"{self.ratio:.1f} x less" if self.ratio >= 1 else f"{1 / self.ratio:.1f} x more"
         sent = f"{self.codec}: {_in_words(self.bytes_before)} sent as {_in_words(self.bytes_after)} ({size})"
-        if not self.encode_seconds and not self.decode_seconds:  # casts are a part of the sum, and not measured
+        if (bandwidth := self.pays_below) is None:
             return sent
-        seconds = f"encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s"
+        pays = f"pays below {_bandwidth_in_words(bandwidth)}" if bandwidth else "pays on no network"
+        seconds = f"encode {self.encode_seconds:.2f} s, decode {self.decode_seconds:.2f} s, {pays}"
         return f"{sent}, {seconds}, residual {self.residual_norm:.3g}"
 
 
@@ -92,6 +102,11 @@ def _in_words(size: int) -> str:
     if size < 1000:
         return f"{size} byte{'' if size == 1 else 's'}"
     return f"{size / 1e3:.1f} kB" if size < 999_950 else f"{size / 1e6:.1f} MB"
+
+
+def _bandwidth_in_words(bits: float) -> str:
+    """Return bits a second in the unit in which networks are sold."""
+    return f"{bits / 1e9:.1f} Gb/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mb/s"
 
 
 def _statistics(codec: str, tally: Tally, norm: float) -> CodecStatistics:
