@@ -3,9 +3,6 @@
 import multiprocessing
 from collections.abc import Sequence
 
-# How ranks that are stopped, or whose Python is, are missed.
-NO_SIGN_OF_LIFE, NO_ANSWER = "no sign of life", "no answer"
-
 
 def in_words(error: BaseException) -> str:
     """Return an exception as Python prints it, without the module of its class; its HINT keeps a line of its own."""

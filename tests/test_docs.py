@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hvdkit
-from docs.hooks import address, tables
+from docs.hooks import address, code, tables
 from hvdkit import config
 from hvdkit.api import missing_attribute
 from hvdkit.as_horovod import MODULES
@@ -107,14 +107,12 @@ def test_the_settings_table_is_the_one_that_config_generates():
 
 
 @pytest.mark.parametrize("page", sorted(page.name for page in (DOCS / "howto").glob("*.md") if page.stem != "index"))
-def test_a_how_to_page_links_each_script_that_it_includes(page):
+def test_a_how_to_page_links_and_shows_each_script_as_it_is(page):
     text = (DOCS / "howto" / page).read_text()
-    scripts = re.findall(r'^--8<-- "(.+)"$', text, re.M)
+    scripts = re.findall(r"^<!-- code: (.+) -->$", text, re.M)
     assert scripts
     for script in scripts:
-        linked = f'[`{script}`](../../{script}):\n\n```python\n--8<-- "{script}"\n'
-        assert linked in text, "who reads the page in a checkout sees the include only"
-        assert (DOCS.parent / script).is_file()
+        assert f"[`{script}`](../../{script}):\n\n{code.shown(script)}\n" in text, "run: python -m docs.hooks.code"
 
 
 def test_the_flags_are_those_of_hvdkitrun():

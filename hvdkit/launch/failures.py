@@ -13,11 +13,12 @@ from pathlib import Path
 from time import monotonic
 
 from hvdkit.environments.failure_record import ANOTHER, Record, write_all
-from hvdkit.errors import NO_ANSWER, NO_SIGN_OF_LIFE, cut_off
+from hvdkit.errors import cut_off
 
 SAYS = "hvdkitrun: "
 LONGEST_LINE = 200
 PREFIX, FILE = "hvdkit-", "failure.txt"
+ABSENCES = ("no sign of life", "no answer")  # words of errors about ranks that are stopped, or whose Python is
 MOST_FILES = 5  # of failed jobs of this user, in the folder for temporary files
 
 
@@ -108,7 +109,7 @@ class Failures:
     def absence(self, rank: int) -> str:
         """Return how a rank without a record of its own was missed by the others: it may be stopped, and not leave."""
         errors = [record.error for record in self.records.values() if record.after == rank]
-        for words in (NO_SIGN_OF_LIFE, NO_ANSWER):
+        for words in ABSENCES:
             if any(words in error for error in errors):
                 return f"gave {words}, which ended the job"
         return "left the job before the others, which ended it"

@@ -13,7 +13,7 @@ from hvdkit.engine.ops.batch import Handle
 from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
-from hvdkit.errors import NO_ANSWER, NO_SIGN_OF_LIFE, PeerLostError, StallError
+from hvdkit.errors import PeerLostError, StallError
 
 if TYPE_CHECKING:
     from hvdkit.engine.loop.waiting import WaitingThread
@@ -54,13 +54,13 @@ class Watch:
         lost, me, settings = self._topology.describe(loss.rank), self._mailbox.me(), self._settings
         if loss.beats:
             return (
-                f"{lost} lives, but its Python gave {me} {NO_ANSWER} for "
+                f"{lost} lives, but its Python gave {me} no answer for "
                 f"{settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){omission}.\n"
                 "HINT: see where it is (py-spy dump): a library keeps Python's lock (GIL), or threads wait for each "
                 "other; raise that variable where such a call takes longer."
             )
         return (
-            f"{lost} gave {me} {NO_SIGN_OF_LIFE} for {settings.timeout_seconds:g} s "
+            f"{lost} gave {me} no sign of life for {settings.timeout_seconds:g} s "
             f"(HVDKIT_TIMEOUT_SECONDS){omission}.\n"
             "HINT: see whether it was killed, stopped, or cut off from the network."
         )
