@@ -1,6 +1,7 @@
 """The address of the repository, which pyproject.toml has, on every page that shows it.
 
-``python -m docs.hooks.address`` writes it into these files. mkdocs calls ``on_config`` for the links of the site.
+``python -m docs.hooks.address`` writes it into these files. mkdocs calls ``on_config`` for the head and the foot of the
+site's pages.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def shown(path: str) -> list[str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Let each page of the site link to the repository."""
-    config.repo_url = address()
-    config.repo_name = "Repository"
+    """Let each page of the site tell the version, and link to the repository."""
+    version = re.search(r'(?m)^__version__ = "(.+)"$', (ROOT / "hvdkit" / "__init__.py").read_text())
+    assert version is not None
+    config.repo_url, config.repo_name = address(), "Repository"
+    config.copyright = f'hvdkit {version[1]}, Apache-2.0, <a href="{address()}">repository</a>'
     return config
 
 

@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"\]\(([^)\s#:]+)[^)]*\)")
+_SECTION = re.compile(r"^## ", re.MULTILINE)
 _FOLDER = "repository"  # of the site
 
 
@@ -39,7 +40,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let what is outside of docs/ link to pages inside, which mkdocs knows by their paths from there."""
+    """Let what is outside of docs/ link to pages inside, which mkdocs knows by their paths from there.
+
+    Short pages, and pages with a script, have no table of contents at their side: the code needs its width.
+    """
+    if page.file.src_uri.startswith("howto/") or len(_SECTION.findall(markdown)) < 2:
+        page.meta.setdefault("hide", ["toc"])
 
     def from_docs(link: re.Match[str]) -> str:
         uri = normpath(join(dirname(page.file.src_uri), link[1]))

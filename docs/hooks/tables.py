@@ -10,18 +10,26 @@ from hvdkit.config import Settings
 from hvdkit.launch import horovod_flags
 from hvdkit.launch.options import build_parser
 
-_TITLES = {"positional arguments": "what runs", "options": "the job"}  # argparse's titles, and those on the page
+UNITS = ("s", "ms", "us", "bytes", "steps", "threads", "signatures")
+_TITLES = {"positional arguments": "the program", "options": "the job"}  # argparse's titles, and those on the page
 
 
 def settings() -> str:
     """Return the table of all settings in docs/settings.md."""
-    lines = ["| variable | default | unit | what it does |", "|---|---|---|---|"]
+    lines = ["| variable and its default | what it does |", "|---|---|"]
     for setting in fields(Settings):
-        default = "auto" if setting.default is None else setting.default
         names = "<br>".join(f"`{name}`" for name in setting.metadata["names"])
-        default = str(int(default) if isinstance(default, bool) else default) or "(none)"
-        lines.append(f"| {names} | {default} | {setting.metadata['unit']} | {setting.metadata['about']} |")
+        default = _default_in_words(setting.default, setting.metadata["unit"])
+        lines.append(f"| {names}<br>{default} | {setting.metadata['about']} |")
     return "\n".join(lines)
+
+
+def _default_in_words(default: object, unit: str) -> str:
+    """Return "60 s", "auto, or bytes", "mpi (mpi, torch)"."""
+    if default is None:
+        return f"auto, or {unit.removesuffix(', auto')}"
+    text = f"{default:g}" if isinstance(default, float | int) else str(default) or "none"
+    return f"{text} {unit}" if unit in UNITS else f"{text} ({unit})"
 
 
 def flags() -> str:
@@ -41,7 +49,7 @@ def flags() -> str:
 def effects() -> dict[str, str]:
     """Return the effect of each of horovodrun's other flags."""
     without_effect = {flag: f"no effect: {reason}" for flag, reason in horovod_flags.REASONS.items()}
-    granted = dict.fromkeys(horovod_flags.GRANTED, "is so already")
+    granted = dict.fromkeys(horovod_flags.GRANTED, "hvdkit always behaves in this way")
     refused = {flag: f"refused: {fact}; {instead}" for flag, (fact, instead) in horovod_flags.REFUSALS.items()}
     return without_effect | granted | refused
 

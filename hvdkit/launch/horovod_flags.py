@@ -61,8 +61,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         add(flag, action="store_true")
     parser.set_defaults(without_effect=[], refused=[])
     parser.epilog = (
-        "All other flags of horovodrun are known too: those for tuning what hvdkit need not tune are accepted with "
-        "a note that they have no effect; --jsrun and --config-file are not supported."
+        "The other flags of horovodrun are accepted with a note that they have no effect, except --jsrun and "
+        "--config-file, which are errors."
     )
 
 

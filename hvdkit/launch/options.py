@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,55 +73,82 @@ def _at_least(
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags, in groups as ``--help`` shows them."""
     parser = _Parser(
-        prog="hvdkitrun", usage="hvdkitrun -np N [flags] command ...", description=__doc__, allow_abbrev=False
+        prog="hvdkitrun",
+        usage="hvdkitrun -np N [flags] command ...",
+        description="Start the processes of a training job, print their output with the rank in front, and end all "
+        "of them when one fails. The flags are those of horovodrun, and some more.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("-v", "--version", action="version", version=hvdkit.__version__)
-    add("-np", "--num-proc", dest="size", type=_at_least(1, int), metavar="N", help="number of processes")
-    add("-cb", "--check-build", action="store_true", help="show what is installed, and exit")
+    add("-np", "--num-proc", dest="size", type=_at_least(1, int), metavar="N", help="number of processes to start")
+    add(
+        "-cb",
+        "--check-build",
+        action="store_true",
+        help="show the frameworks and libraries that are installed, and exit",
+    )
     add("--verbose", action="store_true", help="print more: hosts, command lines, the traceback of each rank")
-    start_help = "seconds to reach all hosts, and for all processes to meet (30)"
+    start_help = "seconds to reach all hosts, and for all processes to connect (default 30)"
     add("--start-timeout", type=_at_least(0, float, or_more=False), metavar="S", help=start_help)
-    grace_help = "seconds that all processes have to save after SIGTERM, before SIGKILL (10)"
+    grace_help = "seconds from SIGTERM, on which processes may save their state, to SIGKILL (default 10)"
     add("--stop-grace", type=_at_least(0, float), metavar="S", help=grace_help)
-    add("--output-filename", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
-    about = "begin each line of output with the time"
+    add("--output-filename", metavar="DIR", help="also write the output of each process to DIR/rank.N")
+    about = "print the time in front of each line of output"
     add("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true", dest="timestamps", help=about)
-    networks_help = "the networks that the job uses, as eth1"
+    networks_help = "network interfaces that the job uses, for example eth1"
     flags = "--network-interfaces", "--network-interface"
     add(*flags, action="append", dest="interfaces", metavar="I1,I2", default=[], help=networks_help)
-    add("--as-horovod", action="store_true", help="scripts that import horovod get hvdkit, as they are")
-    add("command", nargs=argparse.REMAINDER, help="what every process runs")
+    add("--as-horovod", action="store_true", help="let scripts that import horovod use hvdkit, unedited")
+    add("command", nargs=argparse.REMAINDER, help="command that every process runs, for example: python train.py")
 
     group = parser.add_argument_group("hosts")
     add = group.add_mutually_exclusive_group().add_argument
-    hosts_help = "host1:2,host2:4: names and how many processes fit (localhost:NP)"
+    hosts_help = "hosts and their numbers of processes, for example host1:2,host2:4 (default localhost:N)"
     add("-H", "--hosts", metavar="HOSTS", help=hosts_help)
-    add("-hostfile", "--hostfile", metavar="FILE", help="a file with a line 'host1 slots=2' for each host")
+    add("-hostfile", "--hostfile", metavar="FILE", help="file with a line for each host, for example: host1 slots=2")
     add = group.add_argument
-    add("-p", "--ssh-port", type=_at_least(1, int), metavar="PORT", help="where hosts listen for ssh")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="the key for ssh")
+    add("-p", "--ssh-port", type=_at_least(1, int), metavar="PORT", help="port of the ssh servers on the hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
 
-    decides = "without either flag HVDKIT_TRANSPORT decides, else whether there is an mpirun"
-    group = parser.add_argument_group("what carries the bytes", decides)
+    decides = "without a flag or HVDKIT_TRANSPORT: MPI if an mpirun is installed, else Gloo"
+    group = parser.add_argument_group("communication between processes", decides)
     add = group.add_mutually_exclusive_group().add_argument
-    add("--mpi", action="store_const", const="mpi", dest="controller", help="start with mpirun")
-    add("--gloo", action="store_const", const="gloo", dest="controller", help="no MPI; uses Gloo")
-    group.add_argument("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, as one word")
+    add(
+        "--mpi",
+        action="store_const",
+        const="mpi",
+        dest="controller",
+        help="start the processes with mpirun, and use MPI",
+    )
+    add(
+        "--gloo",
+        action="store_const",
+        const="gloo",
+        dest="controller",
+        help="start the processes without MPI, and use Gloo",
+    )
+    group.add_argument(
+        "--mpi-args", metavar="ARGS", default="", help="further arguments for mpirun, quoted as one word"
+    )
 
-    group = parser.add_argument_group("settings, handed to every process")
+    group = parser.add_argument_group("settings for every process (docs/settings.md)")
     whole, number = _at_least(0, int), _at_least(0, float)
     mib = _at_least(0, int, factor=1 << 20)
-    _add_setting(group, "--fusion-threshold-mb", "FUSION_THRESHOLD", metavar="MIB", type=mib, unit=", in MiB")
-    _add_setting(group, "--cycle-time-ms", "CYCLE_TIME", metavar="MS", type=number)
-    _add_setting(group, "--cache-capacity", "CACHE_CAPACITY", metavar="N", type=whole)
-    _add_setting(group, "--timeline-filename", "TIMELINE", metavar="FILE")
-    _add_switch(group, ("--timeline-mark-cycles", "--no-timeline-mark-cycles"), "TIMELINE_MARK_CYCLES", ("1", "0"))
-    _add_switch(group, ("--stall-check", "--no-stall-check"), "STALL_CHECK_DISABLE", ("0", "1"))
-    _add_setting(group, "--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", metavar="S", type=whole)
-    _add_setting(group, "--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", metavar="S", type=whole)
-    _add_setting(group, "--log-level", "LOG_LEVEL", choices=_LOG_LEVELS)
-    about = "where hvd.elastic.run writes its state if the job must end, and whence the next start goes on"
+    setting, switch = partial(_add_setting, group), partial(_add_switch, group)
+    setting("--fusion-threshold-mb", "FUSION_THRESHOLD", "size of a fusion buffer in MiB", metavar="MIB", type=mib)
+    setting("--cycle-time-ms", "CYCLE_TIME", "longest pause between two polls, in ms", metavar="MS", type=number)
+    setting("--cache-capacity", "CACHE_CAPACITY", "number of operations to remember", metavar="N", type=whole)
+    setting("--timeline-filename", "TIMELINE", "record a timeline of the job in FILE", metavar="FILE")
+    flags = "--timeline-mark-cycles", "--no-timeline-mark-cycles"
+    switch(flags, "TIMELINE_MARK_CYCLES", ("1", "0"), "mark the rounds of the engine in the timeline")
+    switch(("--stall-check", "--no-stall-check"), "STALL_CHECK_DISABLE", ("0", "1"), "warn about late ranks")
+    about = "seconds until a late rank is a warning"
+    setting("--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", about, metavar="S", type=whole)
+    about = "seconds until a late rank is an error; 0: never"
+    setting("--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", about, metavar="S", type=whole)
+    setting("--log-level", "LOG_LEVEL", "lowest level of hvdkit's log messages", choices=_LOG_LEVELS)
+    about = "folder for the state of hvd.elastic.run when the job must end; the next start continues from it"
     group.add_argument("--rescue", dest="HVDKIT_RESCUE", type=os.path.abspath, metavar="FOLDER", help=about)
     parser.add_argument("--function-folder", type=Path, help=argparse.SUPPRESS)  # of hvdkit.run
     elastic_flags.add_to(parser, _at_least(1, int), _at_least(0, int), _at_least(0, float, or_more=False))
@@ -128,16 +156,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_setting(group: argparse._ArgumentGroup, flag: str, name: str, unit: str = "", **how: Any) -> None:
-    group.add_argument(flag, dest=f"HOROVOD_{name}", help=f"HOROVOD_{name}{unit}", **how)
+def _add_setting(group: argparse._ArgumentGroup, flag: str, name: str, about: str, **how: Any) -> None:
+    group.add_argument(flag, dest=f"HOROVOD_{name}", help=f"{about} (sets HOROVOD_{name})", **how)
 
 
-def _add_switch(group: argparse._ArgumentGroup, flags: tuple[str, str], name: str, values: tuple[str, str]) -> None:
+def _add_switch(
+    group: argparse._ArgumentGroup, flags: tuple[str, str], name: str, values: tuple[str, str], about: str
+) -> None:
     """Add two flags of which at most one may be given. Without either, the caller's environment stays as it is."""
     which = group.add_mutually_exclusive_group()
-    variable = f"HOROVOD_{name}"
-    for flag, value in zip(flags, values, strict=True):
-        which.add_argument(flag, action="store_const", const=value, dest=variable, help=f"{variable}={value}")
+    for flag, value, words in zip(flags, values, (about, f"do not {about}"), strict=True):
+        text = f"{words} (sets HOROVOD_{name}={value})"
+        which.add_argument(flag, action="store_const", const=value, dest=f"HOROVOD_{name}", help=text)
 
 
 def parse(argv: Sequence[str]) -> Options | elastic_flags.JoinOptions | None:

@@ -55,41 +55,33 @@ def add_to(
     seconds: Callable[[str], float],
 ) -> None:
     """Add the flags; the functions parse whole numbers from 1 and from 0 on, and seconds."""
-    group = parser.add_argument_group("elastic jobs, in which processes come and go (docs/elastic.md)")
+    group = parser.add_argument_group("elastic jobs: processes may fail, leave and join (docs/elastic.md)")
     add = group.add_argument
-    add(
-        "--min-np",
-        "--min-num-proc",
-        dest="least",
-        type=whole,
-        metavar="N",
-        help="processes without which it ends (-np)",
-    )
-    add("--max-np", "--max-num-proc", dest="most", type=whole, metavar="N", help="most processes (all slots)")
-    add("--slots-per-host", type=whole, metavar="N", help="of hosts without a number in the script's output (1)")
-    about = "seconds to wait for enough processes, and for one to be ready (600)"
+    about = "least number of processes; with fewer, the job waits, then ends (default -np)"
+    add("--min-np", "--min-num-proc", dest="least", type=whole, metavar="N", help=about)
+    about = "largest number of processes (default: all slots)"
+    add("--max-np", "--max-num-proc", dest="most", type=whole, metavar="N", help=about)
+    about = "slots of a host for which the discovery script prints no number (default 1)"
+    add("--slots-per-host", type=whole, metavar="N", help=about)
+    about = "seconds to wait for --min-np processes, and for a new process to be ready (default 600)"
     add("--elastic-timeout", type=seconds, metavar="S", help=about)
-    add("--reset-limit", type=count, metavar="N", help="how often processes may come or go before the job ends")
+    about = "number of changes of membership after which the job ends (default: no limit)"
+    add("--reset-limit", type=count, metavar="N", help=about)
     policy = group.add_mutually_exclusive_group().add_argument
-    policy(
-        "--blacklist", choices=["slot", "host"], help="what a failure closes: its slot after three, or its host at once"
-    )
-    about = "close the host of a failure for LOW seconds, each time twice as long, up to HIGH"
+    about = "close a slot after three failures in it (slot, the default), or a host after its first failure (host)"
+    policy("--blacklist", choices=["slot", "host"], help=about)
+    about = "close a host after a failure for LOW seconds, twice as long after the next one, at most HIGH"
     policy("--blacklist-cooldown-range", dest="cooldown", type=seconds, nargs=2, metavar=("LOW", "HIGH"), help=about)
-    add(
-        "--host-discovery-script",
-        dest="script",
-        metavar="SCRIPT",
-        help="prints a line host:slots for each host there is",
-    )
-    about = "hosts may join there that know the secret; without -H or a script there are no others (0: any free port)"
+    about = "program that prints a line host:slots for each host; it runs each second"
+    add("--host-discovery-script", dest="script", metavar="SCRIPT", help=about)
+    about = "let hosts join at this port with the secret (0: any free port)"
     add("--listen", metavar="[ADDRESS:]PORT", help=about)
-    about = "the secret of --listen, which makes the file, and of --join"
+    about = "file with the secret for --listen, which creates it, and for --join"
     add("--secret-file", metavar="FILE", help=about)
-    about = "run processes of the job that listens there on this host, until it ends; SIGTERM has this host leave"
+    about = "join the job that listens at this address with this host; on SIGTERM the host leaves it"
     add("--join", metavar="HOST:PORT", help=about)
-    add("--slots", type=whole, metavar="N", help="how many processes fit on the host that joins (1)")
-    add("--hostname", metavar="NAME", help="the name of the host that joins (its own)")
+    add("--slots", type=whole, metavar="N", help="slots of a host that joins (default 1)")
+    add("--hostname", metavar="NAME", help="name of a host that joins (default: its own name)")
 
 
 def join_options_of(arguments: argparse.Namespace, start_timeout: float) -> JoinOptions:
