@@ -60,17 +60,20 @@ clean: ## remove what was built, and the caches; .venv stays
 
 # One stamp per set of extras: what either target needs is added to the same .venv, and a second make does nothing.
 $(VENV)/.ready-train: EXTRAS := torch,mpi,examples
+$(VENV)/.ready-train: WHY := PyTorch, an MPI and the data of the example
 $(VENV)/.ready-test: EXTRAS := torch,tensorflow-cpu,mpi,test
+$(VENV)/.ready-test: WHY := both frameworks, the libraries and the linters of all tests (4 GB)
 # It asks for tensorflow, which tensorflow-cpu is without pip's knowing.
 $(VENV)/.ready-test: ALONE := tf-keras
 # Docstrings are read from the sources, so no framework is needed.
 $(VENV)/.ready-docs: EXTRAS := docs
+$(VENV)/.ready-docs: WHY := mkdocs and its plugins
 
 # The pinned build tools come first, so that the build is as reproducible as the rest. Of pip's progress the big
 # downloads are shown and errors in full; the rest is in the log, where setup.py also says if nothing could be compiled.
 $(VENV)/.ready-train $(VENV)/.ready-test $(VENV)/.ready-docs: pyproject.toml constraints.txt setup.py $(CSRC)
 	@test -x $(BIN)/python || { echo "hvdkit: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "hvdkit: installing [$(EXTRAS)] into $(VENV); the first time, downloads take a while"
+	@echo "hvdkit: installing $(WHY) into $(VENV); the first time, this takes some minutes"
 	@rm -f $(VENV)/pip.log
 	@$(PIP_INSTALL) -q setuptools wheel pybind11
 	@{ $(PIP_INSTALL) --no-build-isolation --log $(VENV)/pip.log -e '.[$(EXTRAS)]'; echo $$? > $(VENV)/pip.status; } \
