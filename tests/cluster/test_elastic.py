@@ -48,8 +48,9 @@ class Job:
         self._cluster.shell("touch /tmp/end", WORKERS[0])
         assert self._process.stdout is not None
         self.said += self._process.stdout
-        assert self._process.wait() == 0, "".join(self.said)
+        status = self._process.wait()
         self._cluster.shell("rm /tmp/end", WORKERS[0])
+        assert status == 0, "".join(self.said)
         assert self._cluster.left_on_hosts() == {}
 
 

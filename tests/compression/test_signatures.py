@@ -15,7 +15,7 @@ from hvdkit.compression import LossyCodec
 ROOT = Path(__file__).resolve().parents[2]
 LOSSY = {name: kind for name, kind in inspect.getmembers(Compressions, inspect.isclass) if issubclass(kind, LossyCodec)}
 # A codec without parameters has a dash in their place.
-ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (`\w+=.*|–) \| [A-Z].* \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (`\w+=.*|-) \| [A-Z].* \|$", re.MULTILINE)
 # Given by name, to all of them; the text above the table has them.
 COMMON = {"feedback": True, "compress": "between_nodes"}
 
@@ -31,7 +31,7 @@ def documented() -> dict[str, dict[str, object]]:
 
 
 def test_a_codec_without_parameters_has_a_row_too():
-    assert ROW.findall("| `sign` | – | Bernstein et al., 2018 |") == [("`sign`", "–")]
+    assert ROW.findall("| `sign` | - | Bernstein et al., 2018 |") == [("`sign`", "-")]
 
 
 def test_the_table_has_all_codecs():

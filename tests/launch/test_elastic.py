@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from typing import Any
 import psutil
 import pytest
 
+from hvdkit.launch.elastic.agent import BEAT
+from hvdkit.launch.elastic.host import AgentHost, StartedAgent
 from tests.launch.launching import PATIENCE_SECONDS, call, call_bare, write_program
 from tests.ranks import PIPES, rank_environment
 from tests.waiting import until
@@ -416,3 +419,17 @@ def test_random_events_end_in_a_job_that_goes_on_without_a_lost_step(tmp_path, c
                         os.kill(fact["pid"], number)
             until(lambda now=now: members() != now, PATIENCE_SECONDS, job.story)
         job.finish()
+
+
+def test_a_sign_of_life_that_comes_while_the_job_ends_is_no_error():
+    link = StartedAgent([])
+    host = AgentHost("localhost", link, time.monotonic(), 60.0, 60.0)
+    select.select([host.channel.reading], [], [], 60.0)  # its first sign of life has come, and is not read yet
+    host.end((0, ""))
+    frames = host.receive(time.monotonic())
+    assert [frame.kind for frame in frames][:1] == [BEAT]
+    with contextlib.suppress(EOFError):  # the agent has ended
+        while True:
+            assert select.select([host.channel.reading], [], [], 60.0)[0]
+            host.receive(time.monotonic())
+    link.kill()

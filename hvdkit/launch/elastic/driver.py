@@ -217,7 +217,7 @@ class ElasticDriver:
         """Have the agents end what is left of the job."""
         self._closes_at, self._ends_at = math.inf, time.monotonic() + ENDING_SECONDS
         for host in self._hosts.values():
-            host.link.end(self._outcome.verdict())
+            host.end(self._outcome.verdict())
 
     def _do(self, actions: list[Action]) -> None:
         """Carry out actions."""

@@ -34,12 +34,6 @@ class StartedAgent:
         self.channel, self.errors = Channel(reading, writing), [errors]
         os.set_blocking(errors, False)
 
-    def end(self, verdict: tuple[int, str]) -> None:
-        """Have the agent end its processes and itself."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-
     def kill(self) -> None:
         """Kill the agent, or ssh to it, and close its pipes."""
         self._process.kill()
@@ -58,11 +52,6 @@ class JoinedAgent:
     def __init__(self, channel: SealedChannel) -> None:
         self.channel = channel
         self.errors: list[int] = []
-
-    def end(self, verdict: tuple[int, str]) -> None:
-        """Have the agent end its processes and itself, with an exit status and a message."""
-        with contextlib.suppress(BrokenPipeError):
-            self.channel.send(END, payload=json.dumps(verdict).encode())
 
     def kill(self) -> None:
         """Close the connection, so that the agent ends its processes and itself."""
@@ -120,10 +109,14 @@ class AgentHost:
         lines = self.messages.decode(errors="replace").strip().splitlines()
         return self.reason or (lines[-1].strip() if lines else "its connection broke")
 
+    def end(self, verdict: tuple[int, str]) -> None:
+        """Have the agent end its processes and itself; one that has joined, with an exit status and a message."""
+        self.send(END, values=verdict)
+
     def dismiss(self) -> None:
         """End the agent of a host that leaves, on which no process is left."""
         self.is_dismissed = True
-        self.link.end((0, "this host has left the job"))
+        self.end((0, "this host has left the job"))
 
 
 @dataclass
