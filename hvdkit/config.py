@@ -186,7 +186,8 @@ class Settings:
     compute_threads: int = _threads(
         1,
         "OMP_NUM_THREADS",
-        "OpenMP's own: how many of the host's cores a rank computes on",
+        "OpenMP's own: how many of the host's cores a rank computes on. Where it is not set, hvdkit assumes 1, and "
+        "frameworks choose for themselves; `hvdkitrun` does not set it",
     )
     stall_check_disable: bool = _switch(
         False,

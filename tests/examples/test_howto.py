@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.running import lines, run_example
+from tests.examples.running import TIMEOUT_SECONDS, lines, run_example
+from tests.launch.launching import Result, run_to_end
 from tests.ranks import ROOT
 
 SCRIPTS = ROOT / "examples" / "howto"
@@ -17,19 +22,24 @@ NUMBER = re.compile(r"(?<![\w*.])-?\d+(?:\.\d+)?")
 TOLERANCE, OTHER_PROCESSOR = 1e-5, 2e-3
 # Gradients of half a batch are rounded to bfloat16, of which a step takes the mean.
 BFLOAT16_TOLERANCE = 2e-3
+# An image whose two best scores are nearly equal may be right in one process, and wrong on two ranks.
+ACCURACY_TOLERANCE = 1e-3
 
 # What prints the same on one process as on two ranks, as far as it is rounded alike.
 ALIKE = {
     "checkpoints.py": TOLERANCE,
+    "data_loader_workers.py": TOLERANCE,
     "early_stopping.py": TOLERANCE,
     "evaluation.py": TOLERANCE,
     "gradient_accumulation.py": TOLERANCE,
     "gradient_clipping.py": TOLERANCE,
+    "logging_metrics.py": ACCURACY_TOLERANCE,
     "mixed_precision.py": BFLOAT16_TOLERANCE,
     "objects.py": TOLERANCE,
     "several_optimizers.py": TOLERANCE,
     "sparse_embeddings.py": TOLERANCE,
     "sync_batch_norm.py": TOLERANCE,
+    "torch_compile.py": TOLERANCE,
 }
 KERAS_ALIKE = ("keras_callbacks.py", "keras_early_stopping.py", "tensorflow_data.py")
 # What make test runs of the former; what the others show is tested in each framework's own room, too.
@@ -44,7 +54,15 @@ LIBRARIES = (
     "trainer_optimizer.py",
 )
 # What has tests of its own below.
-OTHERS = ("keras_learning_rate.py", "learning_rate.py", "notebook.py", "process_sets.py", "uneven_data.py")
+OTHERS = (
+    "keras_learning_rate.py",
+    "learning_rate.py",
+    "notebook.py",
+    "process_sets.py",
+    "slow_network.py",
+    "test_training.py",
+    "uneven_data.py",
+)
 
 
 def report(name: str | Path, size: int = 2, **environment: str) -> str:
@@ -61,7 +79,8 @@ def shown(name: str) -> str:
     mark = f"<!-- code: examples/howto/{name} -->"
     pages = [page.read_text() for page in PAGES.glob("*.md") if mark in page.read_text()]
     assert len(pages) == 1, f"{name} is in {len(pages)} pages"
-    block = re.search(rf"python examples/howto/{name}\n```\n\n```text\n(.*?)\n```", pages[0], re.DOTALL)
+    command = rf"python (?:-m pytest [^\n]*)?examples/howto/{name}"
+    block = re.search(rf"{command}\n```\n\n```text\n(.*?)\n```", pages[0], re.DOTALL)
     assert block, f"the page of {name} does not say how to run it and what it prints"
     return "\n".join(lines(block.group(1))).replace(" on 2 rank(s)", " on N rank(s)")
 
@@ -92,6 +111,8 @@ def test_the_index_lists_every_page() -> None:
     "name", [name if name in ESSENTIAL else pytest.param(name, marks=pytest.mark.thorough) for name in ALIKE]
 )
 def test_two_ranks_print_what_one_process_prints(name: str) -> None:
+    if name == "torch_compile.py" and shutil.which("g++") is None:
+        pytest.skip("needs a compiler")
     two = report(name)
     assert_same(two, report(name, size=1), ALIKE[name])
     assert_same(two, shown(name), OTHER_PROCESSOR)
@@ -160,3 +181,57 @@ def test_a_rank_that_has_joined_gives_zeros() -> None:
     _, images, *steps = (float(number) for number in NUMBER.findall(printed))
     assert (images, steps) == (1797, [8, 7])
     assert_same(printed, shown("uneven_data.py"), OTHER_PROCESSOR)
+
+
+def run_pytest(path: Path) -> Result:
+    """Run a file of tests on two ranks."""
+    tests = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider", str(path)]
+    return run_to_end([sys.executable, "-m", "hvdkit.launch", "-np", "2", *tests], TIMEOUT_SECONDS)
+
+
+@pytest.mark.thorough
+def test_tests_of_a_training_pass_on_all_ranks_and_fail_on_all_ranks(tmp_path: Path) -> None:
+    passed = run_pytest(SCRIPTS / "test_training.py")
+    assert passed.status == 0, passed.stdout
+    told = shown("test_training.py")
+    printed, expected = (sorted(NUMBER.sub("#", line) for line in lines(text)) for text in (passed.stdout, told))
+    assert printed == expected
+    script = (SCRIPTS / "test_training.py").read_text()
+    share = "slice(hvd.rank(), len(images), hvd.size())"
+    wrong = tmp_path / "test_wrong.py"
+    wrong.write_text(script.replace(share, "slice(0, len(images) // hvd.size())"))
+    assert wrong.read_text() != script
+    failed = run_pytest(wrong)
+    assert failed.status == 1
+    assert failed.stdout.count("2 failed, 1 passed in") == 2, failed.stdout
+
+
+def makes_namespaces() -> bool:
+    """True if this user may make network namespaces and the tools are there."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))):
+        return False
+    command = ["unshare", "--net", "ip", "link", "add", "one", "type", "veth", "peer", "name", "two"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def network_namespaces() -> set[str]:
+    return set(subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not makes_namespaces(), reason="two hosts on one machine take root, ip and tc")
+def test_a_script_trains_with_each_codec_over_a_slow_wire_and_no_host_is_left() -> None:
+    before = network_namespaces()
+    words = ["examples/howto/slow_network.sh", "200mbit", sys.executable, "examples/howto/slow_network.py"]
+    done = run_to_end(["sh", *words], TIMEOUT_SECONDS)
+    assert done.status == 0, done.stderr
+    milliseconds = {name: float(number) for name, number in re.findall(r"(\w+): (\d+) ms a step", done.stdout)}
+    assert milliseconds.keys() == {"none", "fp16", "int8"}
+    assert all(time > 0 for time in milliseconds.values()), milliseconds
+    told = done.stdout.strip().replace(" on 2 rank(s)", " on N rank(s)")
+    assert NUMBER.sub("#", told) == NUMBER.sub("#", shown("slow_network.py"))
+    assert not [name for name in network_namespaces() - before if name.startswith("slow-")]
+
+
+def test_the_page_of_the_slow_network_shows_its_shell_script() -> None:
+    assert f"```sh\n{(SCRIPTS / 'slow_network.sh').read_text()}```" in (PAGES / "slow_network.md").read_text()
