@@ -26,7 +26,7 @@ from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.steps.registration import idle_codecs
 from hvdkit.engine.telemetry.compression_report import CodecStatistics, CompressionStatistics
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
-from hvdkit.errors import PeerLostError
+from hvdkit.errors import PeerLostError, abridged
 from tests.network import MemoryTransport, Wires
 from tests.transports.shared import in_thread
 
@@ -290,3 +290,10 @@ def test_a_codec_tells_the_bandwidth_below_which_it_pays(after, seconds, words):
     told = CodecStatistics("int8", 100_000_000, after, seconds / 2, seconds / 2, 1.0)
     assert f", {words}, residual 1" in str(told)
     assert CodecStatistics("fp16", 2, 1, 0.0, 0.0, 0.0).pays_below is None
+
+
+def test_of_many_names_the_first_are_listed_and_the_rest_counted():
+    names = [f"layers.{number}" for number in range(11)]
+    assert abridged(names[:3]) == "layers.0, layers.1, layers.2"
+    assert abridged(names) == "layers.0, layers.1, layers.2 and 8 more"
+    assert abridged(names, 8).endswith(", layers.7 and 3 more")
