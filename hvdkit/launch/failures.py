@@ -107,7 +107,7 @@ class Failures:
         return first_to_fail(records, ended, by_signal)
 
     def absence(self, rank: int) -> str:
-        """Return how a rank without a record of its own was missed by the others: it may be stopped, and not leave."""
+        """Return how a rank without a record ended the job: it was silent, as a stopped rank is, or it left."""
         errors = [record.error for record in self.records.values() if record.after == rank]
         for words in ABSENCES:
             if any(words in error for error in errors):
@@ -128,7 +128,8 @@ def _forget_old(folder: Path) -> None:
             if status.st_uid == os.geteuid():
                 ages.append((status.st_mtime, path))
     for _, path in sorted(ages)[:-MOST_FILES]:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _print(lines: Iterable[str]) -> None:

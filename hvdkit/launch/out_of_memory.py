@@ -1,4 +1,4 @@
-"""The end of a process for want of memory, as its worker finds it on the host and hvdkitrun tells of it.
+"""Processes that the kernel killed for lack of memory: the worker notices it on its host, and hvdkitrun reports it.
 
 The kernel counts the processes that it has killed to free memory, for each cgroup and for the host. Workers load this
 file by its path, so it imports the standard library alone.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 MEMORY = "memory"  # a note "memory KILLS PEAK LIMIT", the last two in bytes, of a process that was killed
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # codes of subprocess, and of a shell
-LARGE_PART = 0.8  # of the memory there is, with which a killed process is suspect
+LARGE_PART = 0.8  # of the available memory: a killed process of this size probably ran out of it
 OTHER_CAUSES = (
     "HINT: SIGKILL is sent by the kernel when a host runs out of memory (see dmesg), by SLURM, Kubernetes or Docker "
     "at a limit of theirs, or by kill -9"
@@ -22,7 +22,7 @@ OTHER_CAUSES = (
 
 
 class MemoryWatch:
-    """The kernel's counts of killed processes, from now on. ``root``: the folder that has /proc and /sys."""
+    """A count of the processes that the kernel kills for lack of memory. ``root``: the folder with /proc and /sys."""
 
     def __init__(self, root: str = "/") -> None:
         self._root = root
@@ -30,7 +30,7 @@ class MemoryWatch:
         self._kills = self._count_kills()
 
     def note(self) -> str:
-        """Return the note about a child that was killed: later kills of the kernel, its largest size, and the limit."""
+        """Return the note about a killed child: the kernel's kills since construction, the child's peak, the limit."""
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         return f"{MEMORY} {self._count_kills() - self._kills} {peak} {self._limit()}"
 

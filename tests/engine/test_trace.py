@@ -89,6 +89,21 @@ def test_the_plot_names_late_ranks_and_has_a_legend(path, tmp_path):
         assert f"<!-- {text} -->" in drawn, text
 
 
+def test_a_trace_without_activities_cannot_be_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    Timeline(tmp_path / "empty.json", rank=0).close()
+    assert command.main(["timeline", str(tmp_path / "empty.json"), "--plot", str(tmp_path / "x.png")]) == 1
+    assert capsys.readouterr().err == "hvdkit timeline: nothing to draw: the timeline has no finished activity\n"
+
+
+def test_steps_that_follow_each_other_are_one_time_of_training(tmp_path):
+    write_trace(tmp_path / "long.json")
+    trace = read_trace(tmp_path / "long.json")
+    between = trace.steps[0].end
+    wait = trace.activities[0]._replace(end=between + 0.0005, args={"last_rank": 3, "ms_after_the_one_before": 50.0})
+    assert [wait.in_step for wait in late_waits(trace._replace(activities=[*trace.steps, wait]))] == [True]
+
+
 def test_without_matplotlib_the_plot_says_what_to_install(path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert command.main(["timeline", str(path), "--plot", "x.png"]) == 1

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hvdkit.errors import abridged
 
 SHORTEST_WAIT_MS = 1.0  # shorter waits are no lateness: some rank always comes last
+ROUNDED_MS = 0.001  # times are rounded: a step begins up to so much after the end of the step before
 _STEP = "STEP "
 
 
@@ -84,7 +85,7 @@ def late_waits(trace: Trace) -> list[LateWait]:
 
     A wait lasts from the time at which all other ranks were there until the late rank came.
     """
-    spans = [(step.begin, step.end) for step in trace.steps]
+    spans = united((step.begin, step.end + ROUNDED_MS) for step in trace.steps)
     by_rank: dict[int, list[tuple[float, float]]] = {}
     for activity in trace.activities:
         if "last_rank" in activity.args:

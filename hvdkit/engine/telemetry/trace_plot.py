@@ -28,10 +28,13 @@ STEPS_AROUND = 1  # before and after the step with the longest wait
 def plot_trace(trace: Trace, waits: Sequence[LateWait], picture: str | os.PathLike[str]) -> None:
     """Draw a trace into a file whose name ends with the format (png, svg, pdf).
 
-    Raises ImportError without matplotlib, ValueError for an unknown format, OSError if the file cannot be written.
+    Raises ImportError without matplotlib, ValueError for an unknown format or a trace without activities, OSError if
+    the file cannot be written.
     """
     from matplotlib.figure import Figure
 
+    if not trace.activities:
+        raise ValueError("nothing to draw: the timeline has no finished activity")
     shown = _around_longest(trace, waits)
     left, right = min(each.begin for each in shown), max(each.end for each in shown)
     rows = _rows_of(shown)

@@ -21,7 +21,7 @@ RUN_SECONDS = 30.0  # that a run may take
 
 
 class HostDiscovery(ABC):
-    """A source of the hosts that are there now."""
+    """A source of the hosts that are available now."""
 
     @abstractmethod
     def find_available_hosts_and_slots(self) -> dict[str, int]:
@@ -43,7 +43,7 @@ class FixedHosts(HostDiscovery):
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """A script that prints hosts; ``slots`` are those of a host without a number behind its name."""
+    """A script that prints hosts. ``slots``: the slots of a host for which it prints no number."""
 
     def __init__(self, discovery_script: str, slots: int) -> None:
         self._script, self._slots = discovery_script, slots

@@ -110,7 +110,7 @@ class AgentHost:
         return self.reason or (lines[-1].strip() if lines else "its connection broke")
 
     def end(self, verdict: tuple[int, str]) -> None:
-        """Have the agent end its processes and itself; one that has joined, with an exit status and a message."""
+        """Have the agent end its processes and itself. An agent that has joined exits with this status and message."""
         self.send(END, values=verdict)
 
     def dismiss(self) -> None:

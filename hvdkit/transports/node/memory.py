@@ -92,7 +92,7 @@ class Invitation:
             raise
 
     def serve(
-        self, guests: int, seconds: float, arena: int = -1, is_hopeless: Callable[[], bool] = bool
+        self, guests: int, seconds: float, arena: int = -1, is_hopeless: Callable[[], bool] = lambda: False
     ) -> tuple[int, dict[int, int]]:
         """Hand the memory to ``guests`` processes that know the secret, and return its descriptor.
 
