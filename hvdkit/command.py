@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hvdkit", description="See also hvdkitrun, which starts jobs.")
     parser.add_argument("-v", "--version", action="version", version=hvdkit.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="show what is installed here, and what to do about what is missing")
-    timeline = commands.add_parser("timeline", help="tell which ranks came late, from a recorded timeline")
+    commands.add_parser("doctor", help="show which libraries are installed here, and what to do if one is missing")
+    timeline = commands.add_parser("timeline", help="show which ranks were late, from a recorded timeline")
     timeline.add_argument("trace", help="the file that hvdkitrun --timeline-filename has written")
     timeline.add_argument("--plot", metavar="FILE", help="also draw the timeline, as out.png or out.svg")
     chosen = parser.parse_args(argv)
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _doctor() -> int:
-    print("hvdkit doctor: importing what is installed, which takes some seconds ...", file=sys.stderr, flush=True)
+    print("hvdkit doctor: importing the installed libraries, which takes some seconds ...", file=sys.stderr, flush=True)
     findings = doctor.look()
     print(doctor.report(findings))
     return int(any(finding.good is False for finding in findings))

@@ -92,7 +92,7 @@ class Settings:
     transport: str = _choice(TRANSPORTS)(
         "auto",
         "HVDKIT_TRANSPORT",
-        "what carries the bytes; `auto` follows the launcher and the device",
+        "the transport that carries the bytes; `auto` chooses it by the launcher and the device",
     )
     timeout_seconds: float = _positive_seconds(
         60.0,
@@ -102,8 +102,8 @@ class Settings:
     unresponsive_timeout_seconds: float | None = _positive_seconds_or_auto(
         None,
         "HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS",
-        "how long a rank whose process lives may not answer, since a library keeps Python's lock (GIL) or its threads "
-        "wait for each other; `auto` is ten times `HVDKIT_TIMEOUT_SECONDS`, below which it cannot be",
+        "how long a rank whose process is alive may fail to answer, because a library keeps Python's lock (GIL) or "
+        "threads wait for each other; at least `HVDKIT_TIMEOUT_SECONDS`; `auto` is ten times as long",
     )
     start_timeout_seconds: float = _positive_seconds(
         30.0,
@@ -118,26 +118,26 @@ class Settings:
     rescue: str = _path(
         "",
         "HVDKIT_RESCUE",
-        "a folder into which a training under `hvd.elastic.run` writes its state when the job must end, and from which "
-        "the next start goes on; `hvdkitrun --rescue` sets it",
+        "the folder to which a training under `hvd.elastic.run` writes its state when the job must end; the next start "
+        "continues from this state; `hvdkitrun --rescue` sets the folder",
     )
     secret_file: str = _path(
         "",
         "HVDKIT_SECRET_FILE",
-        "ranks of the torch transport prove to each other that they know what is in this file, which only its user may "
-        "read; `hvdkitrun` makes one for each job",
+        "a file with a secret, which only its user may read; ranks of the torch transport prove to each other that "
+        "they know the secret; `hvdkitrun` makes a secret for each job",
     )
     fusion_threshold: int | None = _bytes_or_auto(
         None,
         "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
         "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone; "
-        "`auto` measures the network at init; where the ranks' threads have every core of their one host, it is "
+        "`auto` measures the network at init; if all ranks are on one host and their threads use every core, it is "
         "128 MiB, and gradients are summed after the backward pass",
     )
     cycle_time_ms: float = _milliseconds(
         1.0,
         "HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME",
-        "longest pause between two looks at a polling transport while something is pending",
+        "longest pause between two polls of a transport that must be polled, while something is pending",
     )
     spin_microseconds: int = _count("us")(
         200,
@@ -147,47 +147,48 @@ class Settings:
     idle_poll_ms: float = _milliseconds(
         10.0,
         "HVDKIT_IDLE_POLL_MS",
-        "pause between two looks at a polling transport while nothing is pending",
+        "pause between two polls of a transport that must be polled, while nothing is pending",
     )
     max_bytes_in_flight: int | None = _bytes_or_auto(
         None,
         "HVDKIT_MAX_BYTES_IN_FLIGHT",
-        "how much of a plan is on the wire at once, which takes as much scratch memory; 0 is one bucket at a time; "
-        "`auto` is four buckets, or what the network holds",
+        "how many bytes of gradients are on the wire at once; they need as much scratch memory; 0 is one bucket at a "
+        "time; `auto` is four buckets, or as much as the network holds",
     )
     allreduce: str = _choice(_ALLREDUCES)(
         "auto",
         "HVDKIT_ALLREDUCE",
-        "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order. ring, "
+        "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order; ring, "
         "tree and butterfly round half precision at each hop",
     )
     verify: int = _count("steps")(
         1000,
         "HVDKIT_VERIFY",
-        "after steps 1, 10, 100 and every so many, ranks compare hashes of the parameters and raise if they differ; "
-        "after step 1, which a broadcast may follow, they warn; 0 is off",
+        "ranks compare hashes of the parameters after steps 1, 10, 100 and each multiple of this number, and raise an "
+        "error if they differ; after step 1 they only warn, since a broadcast may follow; 0 is off",
     )
     cache_capacity: int = _count("signatures")(
         1024,
         "HVDKIT_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY",
-        "how many signatures of named operations are remembered; a remembered one costs one small message; 0 is off",
+        "how many signatures of named operations are remembered; an operation with a remembered signature costs one "
+        "small message; 0 is off",
     )
     node_memory: bool = _switch(
         True,
         "HVDKIT_NODE_MEMORY",
-        "0 lets ranks of one host talk over the transport instead of memory that they share",
+        "0 makes ranks of one host communicate over the transport instead of shared memory",
     )
     arena: bool = _switch(
         True,
         "HVDKIT_ARENA",
         "whether PyTorch's gradients are allocated in memory that the ranks of a node share, so that they are summed "
-        "where they lie; else, and with the aarch64 wheels of PyTorch, they go there in chunks, in `step()`",
+        "in place; otherwise, and with the aarch64 wheels of PyTorch, `step()` copies them there in chunks",
     )
     compute_threads: int = _threads(
         1,
         "OMP_NUM_THREADS",
-        "OpenMP's own: how many of the host's cores a rank computes on. Where it is not set, hvdkit assumes 1, and "
-        "frameworks choose for themselves; `hvdkitrun` does not set it",
+        "OpenMP's own variable: the number of the host's cores on which a rank computes. If it is not set, hvdkit "
+        "assumes 1, and frameworks choose for themselves; `hvdkitrun` does not set it",
     )
     stall_check_disable: bool = _switch(
         False,
@@ -197,12 +198,12 @@ class Settings:
     stall_check_seconds: float = _seconds(
         60.0,
         "HVDKIT_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS",
-        "after how long a tensor that some ranks have not submitted is warned about; 0 never warns",
+        "time after which hvdkit warns about a tensor that some ranks have not submitted; 0 never warns",
     )
     stall_shutdown_seconds: float = _seconds(
         0.0,
         "HVDKIT_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        "after how long such a tensor becomes an error on the ranks that wait; 0 never",
+        "time after which a tensor that some ranks have not submitted is an error on the waiting ranks; 0 means never",
     )
     timeline: str = _path(
         "",
@@ -222,7 +223,7 @@ class Settings:
     log_level: str = _log_level(
         "warning",
         "HVDKIT_LOG_LEVEL HOROVOD_LOG_LEVEL",
-        "what the `hvdkit` logger lets through; Python calls `trace` debug and `fatal` critical",
+        "lowest level of the messages of the `hvdkit` logger; Python calls `trace` debug and `fatal` critical",
     )
 
     @property
@@ -248,7 +249,7 @@ def value_of(setting: str, environ: Mapping[str, str]) -> Any:
         except ValueError as error:
             fact = f"environment variable {name}: {error}, got {environ[name]!r}"
             about = f"{entry.metadata['about']} (unit: {entry.metadata['unit']}, default: {entry.default})"
-            raise ValueError(f"{fact}\nHINT: {name} sets {about}.") from None
+            raise ValueError(f"{fact}\nHINT: {name}: {about}.") from None
     return entry.default
 
 

@@ -89,7 +89,8 @@ class PayloadError(HorovodInternalError):
     def __init__(self, rank: int, problem: str, what: str = "") -> None:
         super().__init__(
             f"{what}the compressed payload of rank {rank} is damaged: {problem}.\n"
-            "HINT: run the same version of hvdkit on all ranks; if you do, suspect memory or network of that rank."
+            "HINT: run the same version of hvdkit on all ranks; if you do, check the memory and the network of "
+            f"rank {rank}."
         )
         self.rank, self.problem = rank, problem
 
@@ -110,9 +111,9 @@ class ForkedChildError(HorovodInternalError):
     def __init__(self, rank: str, process: int) -> None:
         super().__init__(
             f"this process was forked from {rank}, process {process}, whose connections and memory it must not use: "
-            "here hvd.rank(), hvd.size() and other questions about ranks are answered, but nothing is communicated.\n"
-            "HINT: make collective calls, optimizer steps too, in the process that called hvd.init(); let workers of a "
-            "DataLoader and other children return data to it."
+            "hvd.rank(), hvd.size() and similar functions work here, but nothing is communicated.\n"
+            "HINT: make collective calls and optimizer steps in the process that called hvd.init(); let workers of a "
+            "DataLoader and other child processes return data to that process."
         )
 
 
@@ -128,8 +129,8 @@ class NotInitializedError(ValueError):
         hint = "call hvd.init() once in every process before any other hvd function."
         if multiprocessing.parent_process() is not None:
             hint += (
-                " Not in the children of a rank: where multiprocessing starts them anew (spawn, forkserver) they know "
-                "nothing of it; give them hvd.rank() as an argument, or have them forked."
+                " Do not call it in the child processes of a rank: children that multiprocessing starts anew (spawn, "
+                "forkserver) do not know the rank; give them hvd.rank() as an argument, or start them by fork."
             )
         super().__init__(f"Horovod has not been initialized; use hvd.init().\nHINT: {hint}")
 

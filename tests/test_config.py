@@ -102,7 +102,7 @@ def test_a_value_that_cannot_be_meant_names_the_variable_what_is_expected_and_wh
     message = str(caught.value)
     first, hint = message.splitlines()
     assert first.endswith(f", got {text!r}")
-    assert hint.startswith(f"HINT: {name} sets ")
+    assert hint.startswith(f"HINT: {name}: ")
     assert f"default: {CASES[setting].default}" in hint
 
 

@@ -37,7 +37,7 @@ def check_variables(function: str, variables: Iterable[Any]) -> list[Any]:
         if not hasattr(variable, "assign"):
             raise TypeError(f"{function}: variables[{index}] must be a variable, got {variable!r}")
         if getattr(variable, "shape", None) is None:
-            hint = "build the model first, by model.build(), by a batch, or by optimizer.build(variables)."
+            hint = "build the model first, by model.build(), by running a batch, or by optimizer.build(variables)."
             raise ValueError(f"{function}: variables[{index}] has no value yet\nHINT: {hint}")
     return listed
 
@@ -171,7 +171,7 @@ def check_op_for(function: str, op: ReduceOp, dtypes: Iterable[str]) -> None:
     for dtype in dtypes:
         if dtype in COMPLEX and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             fact = f"op={_public_name(op)} is not defined for complex numbers, got a tensor of type {dtype}"
-            hint = "use hvd.Average or hvd.Sum, or reduce real and imaginary parts by themselves."
+            hint = "use hvd.Average or hvd.Sum, or reduce real and imaginary parts separately."
             raise UnsupportedReductionError(f"{function}: {fact}\nHINT: {hint}")
 
 

@@ -20,7 +20,7 @@ from hvdkit.errors import HostsUpdatedInterrupt
 logger = logging.getLogger("hvdkit")
 
 BETWEEN_PASSES = (
-    "The state was saved between the backward passes of one step, whose gradients a failure would lose.\nHINT: {hint}"
+    "The state was saved between backward passes of a step: a failure would lose the step's gradients.\nHINT: {hint}"
 )
 # A rank that joins between two commits, or is interrupted there, sees a shorter interval than there is.
 COMMITS_TO_LEARN = 2

@@ -41,8 +41,8 @@ from typing import Any
 logger = logging.getLogger("hvdkit")
 
 NOT_SERVED = (
-    "the gradients of %s are allocated where the ranks of this host do not share memory, and summed there in chunks, "
-    "which is slower: %s. HVDKIT_ARENA=0 says that this is wanted"
+    "the gradients of %s are allocated in memory that the ranks of this host do not share, and are summed in chunks, "
+    "which is slower: %s. If this is wanted, set HVDKIT_ARENA=0"
 )
 
 # Smaller gradients are copied into one block of the lane, which costs less than reducing each where it lies.
@@ -94,7 +94,7 @@ class Arena:
         with self.serving():
             address = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu").data_ptr()
         self._native.remove_size(PROBE_BYTES)
-        return "" if self._native.contains(address) else "PyTorch's CPU allocator is another one"
+        return "" if self._native.contains(address) else "PyTorch uses another CPU allocator"
 
     def complain(self, topology: Any) -> None:
         """Log once on each host why gradients are not allocated in memory that ranks share, if they are not."""

@@ -65,5 +65,5 @@ def codec_with_summary(summary: str) -> Codec:
     assert isinstance(call, ast.Call)
     codec = codec_class(**{str(field.arg): ast.literal_eval(field.value) for field in call.keywords})
     if codec.summary != summary:
-        raise ValueError(f"the codec '{name}' has other parameters here: {codec.summary}, where others have {summary}")
+        raise ValueError(f"the codec '{name}' is {codec.summary} here, but {summary} on other ranks")
     return codec

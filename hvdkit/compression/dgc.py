@@ -54,7 +54,7 @@ class DGC(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.feedback:
-            raise ValueError("Compression.dgc: feedback must be True, since it sends what was added up")
+            raise ValueError("Compression.dgc: feedback must be True, since dgc sends accumulated gradients")
         if not 0.0 <= check_number(self.name, "momentum", self.momentum) < 1.0:
             raise ValueError(f"Compression.dgc: momentum must be at least 0 and less than 1, got {self.momentum}")
         if self.clip is not None and not check_number(self.name, "clip", self.clip) > 0.0:

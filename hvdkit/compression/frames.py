@@ -40,12 +40,12 @@ def unseal(frame: Bytes, elements: int, codec: int, sender: int) -> Bytes:
     """Return the payload of a frame. Raises PayloadError, which names the sender, if it is not as it was sent."""
     _, its_codec, its_elements, nbytes, checksum = _header(frame, sender)
     if its_codec != codec:
-        raise PayloadError(sender, "it is of another codec, or of other parameters")
+        raise PayloadError(sender, "it was encoded by another codec, or with other parameters")
     if its_elements != elements:
-        raise PayloadError(sender, f"it is of {its_elements} elements, where {elements} are expected")
+        raise PayloadError(sender, f"it has {its_elements} elements, but {elements} are expected")
     payload = frame[HEADER_BYTES:]
     if nbytes != payload.nbytes:
-        raise PayloadError(sender, f"it has {payload.nbytes} bytes, where its header says {nbytes}")
+        raise PayloadError(sender, f"it has {payload.nbytes} bytes, but its header says {nbytes}")
     if checksum != kernels.checksum(payload):
         raise PayloadError(sender, "its checksum is wrong")
     return payload

@@ -173,7 +173,7 @@ class CustomCodec(PayloadCodec):
                 raise TypeError(
                     f"{self.summary}: encode returned {encoded.nbytes} bytes, more than the {payload.nbytes} that "
                     "most_bytes allows\n"
-                    "HINT: set largest_ratio of the class to the most that a payload may have of the gradient's bytes."
+                    "HINT: set largest_ratio of the class to the largest ratio of payload bytes to gradient bytes."
                 )
             payload[: encoded.nbytes] = encoded
             if residual is not None:

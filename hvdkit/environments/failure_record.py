@@ -74,7 +74,7 @@ def tell_init() -> None:
                 if stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):  # a container has a /proc of its own
                     pipe.write(b"!")
         except OSError as error:
-            logger.debug("hvdkitrun is not told of hvd.init(): %s", error)
+            logger.debug("hvdkitrun could not be told of hvd.init(): %s", error)
 
 
 def of_exception(

@@ -14,7 +14,7 @@ from hvdkit.errors import EnvironmentConflictError
 
 HOROVODRUN = "horovodrun"
 _LISTENER = "HVDKIT_RENDEZVOUS_FD"
-_FORMER_JOB = "unset what a former job left behind"
+_FORMER_JOB = "unset the variables that a former job left behind"
 _TORCHRUN = Names(*BY_HAND, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN_HINT = (
     "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process, or start with hvdkitrun, or unset them"
@@ -191,5 +191,5 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _malformed(text: str) -> EnvironmentConflictError:
-    hint = "set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints what Slurm means"
+    hint = "set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints the hosts in the list"
     return EnvironmentConflictError(f"cannot read Slurm's list {text!r}\nHINT: {hint}")

@@ -29,7 +29,7 @@ def exhausted(error: BaseException) -> str | None:
     if is_due_to(errno.ENOSPC, errno.EDQUOT):
         return room(str(getattr(error, "filename", None) or ""))
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
-        return f"no folder for temporary files can be written\nHINT: name one with TMPDIR ({error.strerror})"
+        return f"no folder for temporary files is writable\nHINT: name one with TMPDIR ({error.strerror})"
     return None
 
 

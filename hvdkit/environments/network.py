@@ -135,14 +135,14 @@ def job_secret(environ: Mapping[str, str] | None = None) -> bytes | None:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _refused_secret(path, "is no file", "name a file")
+            raise _refused_secret(path, "is not a file", "name a file")
         if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
-            raise _refused_secret(path, "can be read or changed by others", "it must be yours: chown, and chmod 600")
+            raise _refused_secret(path, "can be read or changed by others", "make it yours alone: chown, and chmod 600")
         secret = os.read(descriptor, LONGEST_SECRET + 1).strip()
     finally:
         os.close(descriptor)
     if not SHORTEST_SECRET <= len(secret) <= LONGEST_SECRET:
-        fact = f"has not from {SHORTEST_SECRET} to {LONGEST_SECRET} bytes"
+        fact = f"must have from {SHORTEST_SECRET} to {LONGEST_SECRET} bytes"
         raise _refused_secret(path, fact, "make one: (umask 077; openssl rand -hex 32 > secret)")
     return secret
 

@@ -25,7 +25,7 @@ class ForModel:
         keras2 = sys.modules.get("tf_keras")
         if keras2 and isinstance(model, keras2.Model) and not isinstance(self, keras2.callbacks.Callback):
             raise TypeError(
-                f"{type(self).__name__} is a callback of Keras 3 here, and the model is one of Keras 2 (tf_keras).\n"
+                f"{type(self).__name__} is a callback of Keras 3 here, but the model belongs to Keras 2 (tf_keras).\n"
                 "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras, and set "
                 "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
             )
@@ -126,8 +126,8 @@ class MetricAverage(ForModel):
             raise ValueError(
                 f"MetricAverageCallback: ranks have different learning rates at the end of epoch {epoch + 1}: "
                 f"{listed}\n"
-                "HINT: have all ranks set the same. A callback that follows a metric, as ReduceLROnPlateau does, comes "
-                "after MetricAverageCallback in the list; before it, each rank follows its own."
+                "HINT: set the same rate on all ranks. Put callbacks that follow a metric, such as ReduceLROnPlateau, "
+                "after MetricAverageCallback in the list; before it, each rank follows its own metric."
             )
         averaged = average_values(values, arrays, "MetricAverageCallback")
         logs.update(keras.tree.pack_sequence_as(logs, averaged))

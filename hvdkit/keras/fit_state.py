@@ -16,7 +16,7 @@ from hvdkit.keras.functions import broadcast_variables
 from hvdkit.keras.keras_2 import build, variables_of
 from hvdkit.keras.step import distributed_step
 
-COMMIT_LATER = "{passes} batches make a step of the optimizer: commit after so many, or a multiple of it."
+COMMIT_LATER = "{passes} batches make a step of the optimizer: commit after {passes} batches or a multiple of that."
 
 
 @dataclass
@@ -82,7 +82,7 @@ class KerasState(FitState):
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not model.built:
-            raise ValueError("KerasState: the model is not built.\nHINT: call model.build(input_shape) before.")
+            raise ValueError("KerasState: the model is not built.\nHINT: call model.build(input_shape) first.")
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         if self.optimizer is not None:
             build(self.optimizer, model.trainable_variables)

@@ -23,7 +23,7 @@ def backend_name() -> str:
     name = str(keras.backend.backend())
     if name not in backends.ADAPTERS:
         raise NotImplementedError(
-            f"hvdkit.keras: Keras runs on {name}, which hvdkit does not reduce gradients for.\n"
+            f"hvdkit.keras: Keras runs on {name}, for which hvdkit does not reduce gradients.\n"
             "HINT: set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported."
         )
     return name

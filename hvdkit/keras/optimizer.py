@@ -85,12 +85,12 @@ def DistributedOptimizer(
     """
     if not isinstance(optimizer, (keras.optimizers.Optimizer, *optimizer_classes())):
         got = f"DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got {type(optimizer).__name__}"
-        raise TypeError(f'{got}\nHINT: keras.optimizers.get("adam") makes one of a name.')
+        raise TypeError(f'{got}\nHINT: keras.optimizers.get("adam") makes an optimizer from a name.')
     if distributed_step(optimizer) is not None:
         raise ValueError("DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.")
     if backend_name() != "tensorflow" and isinstance(optimizer, optimizer_classes()):
         raise ValueError(
-            "DistributedOptimizer: optimizer is one of Keras 2, which runs on TensorFlow, and Keras 3 runs on "
+            "DistributedOptimizer: the optimizer is of Keras 2, which runs on TensorFlow, but Keras 3 runs on "
             f"{backend_name()} here\nHINT: set KERAS_BACKEND=tensorflow."
         )
     reduce_op = checks.check_op("DistributedOptimizer", op)

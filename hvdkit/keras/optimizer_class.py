@@ -20,15 +20,15 @@ from hvdkit.keras.functions import backend
 from hvdkit.keras.step import SETTINGS, STEP, KerasSettings, distributed_step, scale_loss_and_begin, step_of
 
 LOCAL_IN_COPY = (
-    "A distributed optimizer that leaves variables to each rank ({names}) has no deep copy and no pickle: these are "
-    "variables of its own model, and a copy would reduce those of another one.\n"
+    "A distributed optimizer that leaves variables to each rank ({names}) cannot be deep-copied or pickled: these are "
+    "variables of its own model, and a copy would reduce the variables of another model.\n"
     "HINT: copy the optimizer before it is wrapped, and give PartialDistributedOptimizer or register_local_var() the "
     "layers or variables of the model that the copy trains."
 )
 SKIPPED = (
-    "The optimizer '{name}' was told that its gradients are summed already ({flag}), and nothing in this process has "
-    "summed them: ranks may train different models.\n"
-    "HINT: leave the argument out, or call optimizer.aggregate_gradients() before."
+    "The argument {flag} tells the optimizer '{name}' that its gradients are summed already, but nothing in this "
+    "process has summed them: ranks may train different models.\n"
+    "HINT: leave the argument out, or call optimizer.aggregate_gradients() first."
 )
 # Keras 2's arguments of apply_gradients(), with the value that says that gradients are summed already.
 _SUMMED = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}

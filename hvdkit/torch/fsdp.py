@@ -62,7 +62,7 @@ class ReduceScatter:
             self._state = CodecState(elements, self._codec.keeps)
         if self._state.elements != elements:
             raise ValueError(
-                f"fsdp.ReduceScatter: a gradient of {elements} elements after one of {self._state.elements}\n"
+                f"fsdp.ReduceScatter: got a gradient of {elements} elements, after one of {self._state.elements}\n"
                 "HINT: make one ReduceScatter for each module that fully_shard has wrapped."
             )
         reduction, operations = TorchReduction(op), group.operations

@@ -42,7 +42,7 @@ NO_LAYER_SYNC = (
 )
 NOT_STARTED = (
     'Trainer(strategy="hvdkit", devices={devices}): hvd.size() is 1.\n'
-    "HINT: start the ranks by hvdkitrun -np {devices} python script.py, or train on one device with devices=1."
+    "HINT: start the ranks with hvdkitrun -np {devices} python script.py, or train on one device with devices=1."
 )
 
 

@@ -76,7 +76,7 @@ def device_mesh(process_sets: Sequence[ProcessSet], names: tuple[str, str], devi
     if len({len(row) for row in rows}) != 1 or sorted(chain(*rows)) != list(range(size)):
         raise ValueError(
             f"device_mesh: expected sets of equal size that share the ranks 0 to {size - 1}, got {rows}\n"
-            "HINT: give one set for each row, and each rank to one set."
+            "HINT: give one set for each row, and put each rank into one set."
         )
     return DeviceMesh(device_type, rows, mesh_dim_names=names)
 

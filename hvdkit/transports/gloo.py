@@ -251,7 +251,7 @@ class GlooTransport(Transport):
         self._control.close()
         with self._pairs_lock:
             for pair in self._pairs:
-                self._end_waiting(pair, RuntimeError("this rank has ended it"))
+                self._end_waiting(pair, RuntimeError("this rank closed it"))
             made = [pair.made for pair in self._pairs] if self._group is not None else []
         for peer, connections in enumerate(made):
             for context in range(connections):  # a receive from another one would wait for the peer to connect

@@ -67,5 +67,5 @@ def open_gloo(rank: int, size: int, addresses: Sequence[str]) -> tuple[Any, Addr
     except RuntimeError as error:
         raise TransportUnavailableError(
             f"rank {rank} could not open Gloo: {str(error).splitlines()[0]}\n"
-            "HINT: see which addresses this host has (GLOO_SOCKET_IFNAME)."
+            "HINT: check the addresses of this host; GLOO_SOCKET_IFNAME names its network interface."
         ) from error

@@ -39,9 +39,9 @@ def start_mpi(world: World, timeout_seconds: float) -> Any:
             f"rank {world.launched[world.rank]} waited {timeout_seconds:g} s for MPI to start on all ranks that "
             f"{world.launcher} has started: one of them has not called hvd.init() or init_process_group(), was "
             "stopped, or cannot be reached. "
-            "MPI does not say which.\n"
-            "HINT: see what the other ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where some begin much later; "
-            "over hosts, name the network between them (--network-interfaces) and see that no firewall closes it."
+            "MPI does not say which rank.\n"
+            "HINT: see what the other ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS if some begin much later; "
+            "between hosts, name the network with --network-interfaces and check that no firewall closes it."
         )
         with ends_process_after(timeout_seconds, late):
             from mpi4py import MPI
@@ -208,6 +208,6 @@ def _meet(mpi: Any, world: Any, members: Sequence[int], timeout_seconds: float) 
             raise TransportUnavailableError(
                 f"rank {me} waited {timeout_seconds:g} s for all {len(members)} ranks to call hvd.init(); missing: "
                 f"{sorted(receives)}\n"
-                "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS where starting takes long."
+                "HINT: see what these ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS if starting takes long."
             )
         sleep(MEETING_PAUSE)

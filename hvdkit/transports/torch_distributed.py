@@ -36,7 +36,7 @@ class TicketTransport(GlooTransport):
         super().__init__(ticket.rank, len(ticket.members), addresses, listener, admission)
 
     def lost_peers(self) -> dict[int, str]:
-        return {**dict.fromkeys(self._lost_ranks(), "hvdkitrun says that it is gone"), **super().lost_peers()}
+        return {**dict.fromkeys(self._lost_ranks(), "hvdkitrun says that the rank is gone"), **super().lost_peers()}
 
     def settle(self, carried: Sequence[int], unspoken: Sequence[int], agree: Callable[[], object]) -> None:
         super().settle(carried, unspoken, agree)
@@ -78,7 +78,7 @@ class TorchTransport(GlooTransport):
             listener.close()
             refused = refused_ranks(world) if isinstance(error, TransportUnavailableError) else []
             if refused:
-                problem = f"who says to be rank {refused[0]} does not know the job's secret.\n{STRANGERS}"
+                problem = f"a peer claiming to be rank {refused[0]} does not know the job's secret.\n{STRANGERS}"
                 raise AuthenticationError(problem) from error
             raise
         self._admission: Admission | None = admission

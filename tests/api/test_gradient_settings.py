@@ -66,10 +66,10 @@ def test_codecs_whose_parameters_ranks_cannot_compare_are_refused():
     with pytest.raises(TypeError) as caught:
         check_compression("DistributedOptimizer", WithInit(0.5))
     assert str(caught.value) == (
-        "DistributedOptimizer: compression: WithInit keeps share outside of dataclass fields: ranks cannot tell "
-        "whether theirs are the same.\n"
+        "DistributedOptimizer: compression: WithInit keeps share outside of dataclass fields: ranks cannot compare "
+        "their values.\n"
         "HINT: make the class a @dataclass(frozen=True) with a field for each parameter, and no __init__ of its own; "
-        "what is no parameter has a name that begins with _."
+        "begin the names of all other attributes with _."
     )
     codec = WithFields(0.25)
     assert codec.square == 0.0625

@@ -103,7 +103,7 @@ def test_who_differs_in_what_is_named():
     text, is_error = told([1, 2, 3], [1, 5, 3], [1, 2, 3])
     assert is_error
     assert "of 'SGD.0' are not the same on all ranks after step 7: 'conv.bias' (of 3) differ. " in text
-    assert "The values of rank 1 differ from those of ranks 0, 2.\nHINT: hvd.broadcast() brings them together" in text
+    assert "The values of rank 1 differ from those of ranks 0, 2.\nHINT: hvd.broadcast() makes them equal again" in text
     text, _ = told([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 5])
     assert "The values of ranks 3, 4 and of rank 2 differ from those of ranks 0, 1" in text
     text, _ = told([1, 2, 3], [4, 2, 3], [5, 2, 3])
@@ -113,7 +113,8 @@ def test_who_differs_in_what_is_named():
 def test_the_first_comparison_asks_for_a_broadcast():
     for machines in ("aa", "ab"):
         text, is_error = told([1, 2, 3], [4, 5, 6], step=1, first=True, machines=machines)
-        assert "HINT: they most likely never were; have all ranks start from the same values: hvd.broadcast(). " in text
+        assert "HINT: they most likely never were the same; have all ranks start from the same values: " in text
+        assert ": hvd.broadcast(). This is a warning" in text
         assert "a broadcast may follow the first step" in text
         assert not is_error
     _, is_error = told([1, 2, 3], [4, 5, 6], step=2)

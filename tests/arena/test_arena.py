@@ -15,7 +15,7 @@ from tests.transports.shared import needs_memory_files, needs_native
 
 pytestmark = [needs_native, needs_memory_files]
 
-COMPLAINT = "are allocated where the ranks of this host do not share memory"
+COMPLAINT = "are allocated in memory that the ranks of this host do not share"
 
 
 def test_a_process_ends_well_with_tensors_in_the_arena():

@@ -273,7 +273,7 @@ def test_optimizers_that_change_parameters_before_their_step_is_over_are_copied(
     assert torch.equal(layer.weight, held)
     with pytest.raises(ValueError, match="goes on with the steps of the state"):
         TorchState(layer, optimizer, sampler=ElasticSampler(range(3), exact=True, batch_size=1))
-    with pytest.raises(ValueError, match="exact=True without batch_size\nHINT: pass that of the DataLoader"):
+    with pytest.raises(ValueError, match="exact=True without batch_size\nHINT: pass the DataLoader's batch_size"):
         ElasticSampler(range(3), exact=True)
 
 
@@ -328,7 +328,7 @@ def test_a_change_of_parameters_outside_of_a_step_is_told(convolution, caplog):
     with torch.no_grad():
         convolution[0].weight.mul_(0.9)
     state._go_back()
-    assert "Parameters were changed since the last commit, and not by a step of their optimizer" in caplog.text
+    assert "Parameters were changed since the last commit, but not by a step of their optimizer" in caplog.text
 
 
 def test_an_optimizer_with_a_closure_is_copied(convolution):

@@ -17,11 +17,11 @@ def rejected(coordinator: Coordinator) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "field", "value", "hint"),
     [
-        ("broadcast", "shape", [[5]], "build the same model on every rank; what is broadcast has one shape."),
-        ("allreduce", "shape", [[5]], "reduce tensors of one shape, with the last batch of uneven data too; "),
+        ("broadcast", "shape", [[5]], "build the same model on every rank; a broadcast tensor has the same shape "),
+        ("allreduce", "shape", [[5]], "reduce tensors of the same shape on all ranks, also in the last batch of "),
         ("allgather", "shape", [["*", 5]], "only the first dimension may differ between ranks."),
         ("shift", "shape", [[5]], "give tensors of the same shape on every rank."),
-        ("broadcast", "dtype", ["float32", "float32"], "give as many tensors on every rank: of the same model, "),
+        ("broadcast", "dtype", ["float32", "float32"], "give the same number of tensors on every rank: build "),
         ("allreduce", "dtype", ["int64"], ""),
         ("allreduce", "op", 2, ""),
         ("allreduce", "root", 1, ""),
@@ -50,9 +50,9 @@ def test_every_mismatch_says_what_to_do(kind, field, value, hint):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("sync_batch_norm.statistics", "give all ranks as many batches, or use BatchNorm."),
-        ("SGD.0.embedding.weight.slices", "pass sparse_as_dense=True to the optimizer, or give all ranks as many "),
-        ("x", "after hvd.join() others may call allreduce and barrier; make all other calls before it, "),
+        ("sync_batch_norm.statistics", "give all ranks the same number of batches, or use BatchNorm."),
+        ("SGD.0.embedding.weight.slices", "pass sparse_as_dense=True to the optimizer, or give all ranks the same "),
+        ("x", "once a rank has joined, the others may call only allreduce and barrier; make all other "),
     ],
 )
 def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name, hint):
@@ -76,8 +76,8 @@ METRICS = Waits(1, [0], "allgather 'MetricAverageCallback.names.size'", None)
 @pytest.mark.parametrize(
     ("other", "hint"),
     [
-        (LANES[1], "let every rank make the same calls with the same process set: none under 'if hvd.rank() == 0' "),
-        (METRICS, "the ranks most likely have different numbers of batches: give fit() the same number on all of them"),
+        (LANES[1], "let every rank make the same calls with the same process set: no call under 'if hvd.rank() == "),
+        (METRICS, "the ranks most likely have different numbers of batches: give fit() the same number on all ranks"),
     ],
 )
 def test_uneven_data_and_callbacks_are_told_as_such(other, hint):

@@ -75,7 +75,7 @@ def test_other_files_are_refused_with_a_hint(tmp_path, text, capsys):
     file.write_text(text)
     assert command.main(["timeline", str(file)]) == 1
     told = capsys.readouterr().err
-    assert told.startswith(f"hvdkit timeline: {file} is no timeline of hvdkit (")
+    assert told.startswith(f"hvdkit timeline: {file} is not a timeline of hvdkit (")
     assert "\nHINT: record one with hvdkitrun --timeline-filename" in told
     assert command.main(["timeline", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err

@@ -116,8 +116,8 @@ def test_a_file_with_too_little_or_too_much_is_refused(path, text):
 def test_a_file_that_is_not_there_and_what_is_no_file_are_refused(tmp_path):
     with pytest.raises(EnvironmentConflictError, match="cannot be read: No such file"):
         secret_of(tmp_path / "none")
-    with pytest.raises(EnvironmentConflictError, match="is no file"):
+    with pytest.raises(EnvironmentConflictError, match="is not a file"):
         secret_of(tmp_path)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(EnvironmentConflictError, match="is no file"):
+    with pytest.raises(EnvironmentConflictError, match="is not a file"):
         secret_of(tmp_path / "pipe")

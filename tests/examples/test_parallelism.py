@@ -49,7 +49,8 @@ def test_two_kinds_at_once_have_the_losses_of_one_process() -> None:
 @pytest.mark.thorough
 def test_a_pipeline_s_idle_time_is_reported_beside_the_formula_s() -> None:
     output = run_example("pytorch_pipeline.py", "--bubble", "--milliseconds", 5, size=4)[0]
-    reports = re.findall(r"(\d+) micro-batches: idle for [\d.]+% of a step, by the formula ([\d.]+)%", output)
+    # On a busy machine the stage alone may take longer than the pipeline: the measured share is negative then.
+    reports = re.findall(r"(\d+) micro-batches: idle for -?[\d.]+% of a step, by the formula ([\d.]+)%", output)
     assert reports == [("4", "42.9"), ("8", "27.3"), ("16", "15.8")], output
 
 

@@ -34,7 +34,8 @@ def test_a_transport_of_ones_own(case: str) -> None:
             "decode",
             r"PayloadError \d",
             r"\S.* failed on rank 1 \(\S+\): the compressed payload of rank \d is damaged: signs of another kind\. / "
-            r"HINT: run the same version of hvdkit on all ranks; if you do, suspect memory or network of that rank\.",
+            r"HINT: run the same version of hvdkit on all ranks; if you do, check the memory and the network of "
+            r"rank \d\.",
         ),
     ],
 )

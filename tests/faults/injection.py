@@ -160,7 +160,7 @@ def _blaming(rank: int, noticed: Sequence[str], output: str) -> str:
 
 
 def _last_resort(output: str) -> str:
-    why = "waited .* for MPI to (start|bring)|was not answered by the store|could not connect to all"
+    why = "waited .* for MPI to (start|send)|got no reply from the |could not connect to all"
     told = rf"hvdkit: rank \d+ ({why}).*"
     where = r"Timeout .*!(?:\n.*)*? in (start_mpi|meet|_agents_store|__init__)"  # without the native part
     found = re.search(f"{told}|{where}", output)
@@ -168,6 +168,6 @@ def _last_resort(output: str) -> str:
 
 
 def _warning(fault: Fault, output: str) -> str:
-    patterns = {"slow": rf".*(not by ranks \[{fault.rank}\]|waits for ranks \[).*", "full disk": r".*timeline.*"}
+    patterns = {"slow": rf".*(not by ranks \[{fault.rank}\]|has waited for ranks \[).*", "full disk": r".*timeline.*"}
     found = re.search(patterns.get(fault.kind, "$^"), output)
     return found[0] if found else ""

@@ -183,8 +183,8 @@ def resident_bytes(process: subprocess.Popen[str]) -> int:
 @pytest.mark.parametrize(
     ("guess", "words"),
     [
-        ("what somebody has guessed", "who says to be rank 0 does not know the job's secret"),
-        (None, "rank 0 asks for a secret that rank 1 has not"),
+        ("what somebody has guessed", "a peer claiming to be rank 0 does not know the job's secret"),
+        (None, "rank 0 asks for a secret that rank 1 lacks"),
     ],
 )
 def test_who_does_not_know_the_secret_does_not_become_a_rank(tmp_path, secret, guess, words):
@@ -198,7 +198,7 @@ def test_who_does_not_know_the_secret_does_not_become_a_rank(tmp_path, secret, g
     ranks = Job(tmp_path, BY_HAND, [rank_0, rank_1])
     errors = [out for out, _ in outputs_of(ranks.processes)]
     assert all(process.returncode for process in ranks.processes), errors
-    for error, said in zip(errors, ("who says to be rank 1 does not know the job's secret", words), strict=True):
+    for error, said in zip(errors, ("a peer claiming to be rank 1 does not know the job's secret", words), strict=True):
         assert said in error[error.rindex("Error: ") :], errors
         assert "HINT: give all ranks the same HVDKIT_SECRET_FILE" in error
 

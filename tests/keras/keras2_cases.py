@@ -22,7 +22,7 @@ def case_a_callback_of_keras_3_refuses_a_model_of_keras_2(hvd):
     with told(TypeError) as caught:
         made.fit(*whole(batches(hvd.rank(), 2)), verbose=0, callbacks=[MetricAverageCallback()])
     assert str(caught.value) == (
-        "MetricAverageCallback is a callback of Keras 3 here, and the model is one of Keras 2 (tf_keras).\n"
+        "MetricAverageCallback is a callback of Keras 3 here, but the model belongs to Keras 2 (tf_keras).\n"
         "HINT: import hvdkit.tensorflow.keras as hvd, whose callbacks are for models of tf.keras, and set "
         "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, so that tf.keras is tf_keras."
     )

@@ -363,7 +363,7 @@ class Driver:
         if reason.endswith(" s"):
             assert world.now - self.short_since >= limits.seconds - SLACK, "too early"
             return
-        assert reason.endswith("no slot in which another may be started"), reason
+        assert reason.endswith("no slot in which another rank may be started"), reason
         assert not limits.hosts_may_change
         for process in world.processes.values():
             is_coming = process.number not in self.taught and process.number not in self.asked_at

@@ -56,7 +56,7 @@ def test_who_failed_first(records: dict[int, Record], ended: int, by_signal: boo
     ("error", "words"),
     [
         ("rank 1 (h) gave rank 0 (h) no sign of life for 3 s", "gave no sign of life, which ended the job"),
-        ("rank 1 (h) lives, but its Python gave rank 0 (h) no answer for 9 s", "gave no answer, which ended the job"),
+        ("rank 1 (h) is alive, but it gave rank 0 (h) no answer for 9 s", "gave no answer, which ended the job"),
         ("'x' waits for rank 1, which has left the job", "left the job before the others, which ended it"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_rank_that_fails_while_the_launcher_ends_it_is_not_the_first():
 def kept_tracebacks(line: str) -> str:
     """Return, and remove, what was kept where this line says."""
     kept = re.match(
-        "hvdkitrun: all tracebacks are in (.*), of such files the newest 5 stay; --verbose prints them", line
+        r"hvdkitrun: all tracebacks are in (.*) \(the newest 5 such files are kept\); --verbose prints them", line
     )
     assert kept is not None
     text = Path(kept[1]).read_text()

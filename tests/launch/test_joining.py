@@ -116,13 +116,14 @@ def test_a_joined_host_that_is_cut_off_is_lost_and_ends_its_processes(tmp_path):
             until(lambda: f"hvdkitrun: {fact}" in job.messages, 10, job.story)
             far.send_signal(signal.SIGCONT)
             status, words = end_of(far)
-            assert (status, words.endswith("has ended, and all processes here")) == (1, True)
+            assert (status, words.endswith("has ended, as have all processes here")) == (1, True)
             assert not psutil.pid_exists(second[1]["pid"])
         job.finish()
 
 
 @pytest.mark.parametrize(("number", "words"), [
-    (signal.SIGTERM, "hvdkitrun ended the job after SIGTERM"), (signal.SIGKILL, " has ended, and all processes here"),
+    (signal.SIGTERM, "hvdkitrun ended the job after SIGTERM"),
+    (signal.SIGKILL, " has ended, as have all processes here"),
 ])  # fmt: skip
 def test_no_process_of_a_joined_host_outlives_the_launcher(tmp_path, number, words):
     with elastic_job(f"-np 1 {LISTEN} {tmp_path / 'secret'}") as job, joined(job, "far") as far:
@@ -149,7 +150,7 @@ def test_strangers_do_not_come_in_and_hold_up_nobody(tmp_path):
                 assert end_of(b) == (1, "hvdkitrun: this host cannot join: the job has a host a already")
             with joined(job, "b", code=other) as b:
                 status, words = end_of(b)
-                assert (status, "this host cannot join: it has hvdkit 0, and the job " in words) == (1, True)
+                assert (status, "this host cannot join: it has hvdkit 0, but the job has " in words) == (1, True)
             job.finish()
             assert end_of(a)[0] == 0
         strangers = "hvdkitrun: a process on 127.0.0.1 connected, but did not prove that it knows the secret"

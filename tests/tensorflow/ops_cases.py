@@ -315,7 +315,7 @@ def case_who_am_i_when_the_graph_runs(hvd):
     for run in ways(ask):
         answers = [int(one) for one in run()]
         assert answers == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), -2], answers
-    with told(ValueError, "size_op: process_set_id must be that of a process set (0", "got 7"):
+    with told(ValueError, "size_op: process_set_id must be the id of a process set (0", "got 7"):
         hvd.size_op(7)
 
 

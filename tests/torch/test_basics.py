@@ -240,7 +240,7 @@ def test_what_was_saved_is_taken() -> None:
         ("state", TypeError, ("got str",)),
         ([3], TypeError, ("got int in a list",)),
         ([saved(), saved(format=1)], ValueError, ("not written by this version",)),
-        ([saved(), saved()], ValueError, ("what rank 0 of 2 kept is there twice", "HINT")),
+        ([saved(), saved()], ValueError, ("the state of rank 0 of 2 is there twice", "HINT")),
         (saved(shapes={"weight": [60, 50]}), ValueError, ("'weight' was 60 x 50", "is 50 x 60 here", "HINT")),
     ],
 )

@@ -268,7 +268,7 @@ def test_a_checkpoint_that_is_refused_changes_nothing(hvd: Any) -> None:
     odd = {**state, "param_groups": [{**state["param_groups"][0], "lr": 7.0}]}
     for loading in (optimizer, make(hvd, hvd.Compression.topk(0.05))[1]):  # after steps, and before the first
         before = loading.state_dict()
-        with told(ValueError, "'large' was 60 x 50 when it was saved, and is 50 x 60 here", "HINT"):
+        with told(ValueError, "'large' was 60 x 50 when it was saved, but is 50 x 60 here", "HINT"):
             loading.load_state_dict({**odd, "compression": turned})
         with told(ValueError, "twice"):
             loading.load_state_dict({**odd, "compression": [kept, kept]})

@@ -102,7 +102,7 @@ def test_a_rank_that_raises_in_a_backward_pass_ends_and_so_do_the_others() -> No
     (first, printed), (second, others) = ended(loop("raises", 2))
     assert (first, second) == (1, 1), printed + others
     assert "ZeroDivisionError: on purpose" in printed
-    assert "has left the job: its process or its ddp_hook has come to its end" in others
+    assert "has left the job: its process or its ddp_hook has ended" in others
 
 
 @pytest.mark.parametrize("wrong", [3, "int8", None, nn.Linear, {"*": hvd.Compression.int8}, hvd.Compression])
@@ -116,7 +116,7 @@ def test_wrong_arguments_are_refused() -> None:
         hvd.ddp_hook(hvd.Compression.int8, timeout=3)  # type: ignore[arg-type]
     with told(ValueError, "timeout must be above zero"):
         hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(0))
-    with told(TypeError, "process_group must be one that this rank is in, or None", "HINT"):
+    with told(TypeError, "process_group must be a group with this rank, or None", "HINT"):
         hvd.ddp_hook(hvd.Compression.int8, process_group=-100)
     with told(ValueError, "init_process_group"):
         hvd.ddp_hook(hvd.Compression.int8).state_dict()

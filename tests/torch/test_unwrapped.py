@@ -35,15 +35,16 @@ ALONE = (
     "The optimizer SGD updated 6 parameters (first: of shape (3, 1, 3, 3)) with gradients of rank {rank} alone: the "
     "{size} ranks train different models.\n"
     "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()), and "
-    "call step() of what that returns. A loop of your own may reduce gradients by hvd.allreduce, or the model may be "
-    "in a DistributedDataParallel. Where ranks train apart on purpose, or another library reduces gradients, say so: "
+    "call step() of the returned optimizer. A loop of your own may reduce gradients by hvd.allreduce, or the model may "
+    "be in a DistributedDataParallel. If ranks train apart on purpose, or another library reduces gradients, call "
     "hvd.unsynchronized(optimizer)."
 )
 BYPASSED = (
     "The optimizer SGD updated 8 parameters (first: of shape (3, 1, 3, 3)) on rank {rank} while a DistributedOptimizer "
     "was still reducing their gradients: the {size} ranks train different models.\n"
-    "HINT: call step() of what hvd.DistributedOptimizer() returned, optimizer = hvd.DistributedOptimizer(optimizer, "
-    "...), not that of the optimizer which was given to it; or call synchronize() of that one before."
+    "HINT: call step() of the optimizer that hvd.DistributedOptimizer() returned, optimizer = "
+    "hvd.DistributedOptimizer(optimizer, ...), not step() of the optimizer that was passed to it; or call "
+    "synchronize() of the returned optimizer first."
 )
 
 
@@ -203,7 +204,7 @@ def test_who_trains_apart_on_purpose_says_so(hvd: Any) -> None:
         train_step(optimizer, net, batch(hvd.rank()))
         train_step(outer, net, batch(hvd.rank()))
     for wrong in (net, None, torch.optim.SGD):
-        with told(TypeError, "unsynchronized: optimizer must be one of PyTorch or Keras, got"):
+        with told(TypeError, "unsynchronized: optimizer must be an optimizer of PyTorch or Keras, got"):
             hvd.unsynchronized(wrong)
 
 

@@ -205,7 +205,7 @@ def test_ranks_that_have_joined_are_left_out(hvd: Any) -> None:
         hvd.join()
         # Adasum counts its steps from the join.
         step = 1 if op is hvd.Adasum else 4 + 2 * (hvd.size() - 1)
-        with differing(hvd, step, *[] if op is hvd.Adasum else ["hvd.join() with nothing broadcast after it"]):
+        with differing(hvd, step, *[] if op is hvd.Adasum else ["hvd.join() without a broadcast after it"]):
             train_step(optimizer, net, batch(hvd.rank()))
         go_on_from_rank_0(hvd, optimizer, net)
 

@@ -115,7 +115,7 @@ def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(creden
 def test_who_has_no_secret_is_told_on_both_sides():
     store = HashStore()
     ranks = [start(store, rank, SECRET if rank != 1 else None, 2.0) for rank in range(SIZE)]
-    with pytest.raises(AuthenticationError, match="who says to be rank 1 does not know the job's secret"):
+    with pytest.raises(AuthenticationError, match="a peer claiming to be rank 1 does not know the job's secret"):
         ranks[0].result(SECONDS)
-    with pytest.raises(AuthenticationError, match="rank 0 asks for a secret that rank 1 has not"):
+    with pytest.raises(AuthenticationError, match="rank 0 asks for a secret that rank 1 lacks"):
         ranks[1].result(SECONDS)

@@ -78,7 +78,7 @@ def test_all_ranks_know_what_stands_in_the_way_of_horovods_engine_on_one(ranks, 
         ({"world": MPIRUN, "have_mpi4py": False, "cuda": True}, "mpi4py is not installed"),
         ({"world": World("srun", 0, 2)}, "no transport for 2 ranks started by srun"),
         ({"world": TORCHRUN, "asked": "horovod"}, "carries PyTorch's tensors"),
-        ({"world": TORCHRUN, "asked": "solo"}, "is for one rank, this job has 2"),
+        ({"world": TORCHRUN, "asked": "solo"}, "is for one rank, but this job has 2"),
         ({"world": TORCHRUN, "have_torch": False, "have_mpi4py": False}, "no transport for 2 ranks"),
     ],
 )

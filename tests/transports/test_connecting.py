@@ -123,7 +123,7 @@ def test_a_transfer_that_only_one_end_wants_ends_with_the_transport(started):
     started[2].watch([waiting])
     assert not waiting.done()
     started[2].close(graceful=False)
-    with pytest.raises(PeerLostError, match="the connection to rank 1 broke: this rank has ended it"):
+    with pytest.raises(PeerLostError, match="the connection to rank 1 broke: this rank closed it"):
         finished(started[2], waiting)
 
 

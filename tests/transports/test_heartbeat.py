@@ -233,7 +233,7 @@ def test_who_cannot_be_reached_is_said_and_nobody_fails(caplog):
             assert [sorted(mine) for mine in connections] == [[], [2], [1]]
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(
-        "between rank 0 and ranks [1, 2] there are no signs of life from below Python: they could not"
+        "rank 0 and ranks [1, 2] cannot exchange signs of life while Python is blocked: they could not"
     )
 
 

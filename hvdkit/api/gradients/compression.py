@@ -106,9 +106,9 @@ def check_told_apart(function: str, codec: Codec) -> None:
     if hidden := codec.parameters_not_in_summary():
         raise TypeError(
             f"{function}: compression: {type(codec).__name__} keeps {', '.join(hidden)} outside of dataclass fields: "
-            "ranks cannot tell whether theirs are the same.\n"
+            "ranks cannot compare their values.\n"
             "HINT: make the class a @dataclass(frozen=True) with a field for each parameter, and no __init__ of its "
-            "own; what is no parameter has a name that begins with _."
+            "own; begin the names of all other attributes with _."
         )
 
 
@@ -116,8 +116,8 @@ def _check_op(function: str, codec: Codec, op: ReduceOp) -> None:
     """Raise ValueError for a codec whose payloads cannot be reduced by an operation."""
     if codec.encodes and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(
-            f"{function}: Compression.{codec.name} cannot do op=hvd.{op.name.capitalize()}, only Average and Sum.\n"
-            "HINT: Compression.none, fp16 and bf16 can."
+            f"{function}: Compression.{codec.name} does not support op=hvd.{op.name.capitalize()}, only Average and "
+            "Sum.\nHINT: use Compression.none, fp16 or bf16."
         )
 
 
@@ -139,11 +139,12 @@ def split(
     for dtype, is_floating in floating.items():
         if not is_floating:
             raise ValueError(
-                f"{title} cannot do {dtype}, only floating and complex types.\nHINT: use Compression.none for integers."
+                f"{title} does not support {dtype}, only floating and complex types.\n"
+                "HINT: use Compression.none for integers."
             )
     if codec.needs_state:
         raise ValueError(
-            f"{title} lives on what it keeps from step to step, which needs a DistributedOptimizer.\n"
+            f"{title} keeps a state from step to step, which needs a DistributedOptimizer.\n"
             "HINT: use Compression.topk or int8 here."
         )
     if codec.warmup_steps:
@@ -216,8 +217,9 @@ class Policy:
         return (
             f"compression: none of the patterns {patterns} matches a gradient, so nothing is compressed. "
             f"The gradients here are {listed}.\n"
-            "HINT: write patterns of these names ('*' matches all). In PyTorch they are those of named_parameters=, in "
-            "Keras a layer's and a variable's name, without the numbers of layers; a function gets the parameter too."
+            "HINT: write patterns that match these names ('*' matches all). In PyTorch these are the names in "
+            "named_parameters=, in Keras the name of a layer and of a variable, without the numbers of layers; a "
+            "function gets the parameter too."
         )
 
     def choose(self, parameters: Sequence[tuple[str, Any]]) -> tuple[list[Codec], list[int]]:
@@ -250,12 +252,12 @@ def check_policy(function: str, compression: Any, op: ReduceOp) -> Policy:
     if not policy.by_pattern:
         _check_op(function, codec_of(check_compression(function, compression)) or CASTS["none"], op)
     elif op is ReduceOp.ADASUM:
-        raise ValueError(f"{function}: compression for each parameter does not go with op=hvd.Adasum, only for all")
+        raise ValueError(f"{function}: op=hvd.Adasum takes one compression for all parameters, not one for each")
     elif isinstance(compression, Mapping):
         for pattern, choice in compression.items():
             if not isinstance(pattern, str):
                 raise TypeError(f"{function}: compression: patterns must be strings, got {pattern!r}")
             _check_op(function, _codec_or_dense(f"{function}: compression[{pattern!r}]", choice), op)
     elif op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"{function}: a function for compression goes with op=hvd.Average or Sum only")
+        raise ValueError(f"{function}: a function for compression works only with op=hvd.Average or Sum")
     return policy

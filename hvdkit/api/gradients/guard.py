@@ -29,7 +29,7 @@ def unsynchronized(optimizer: Optimizer) -> Optimizer:
         True
     """
     if not _is_optimizer(optimizer):
-        raise TypeError(f"unsynchronized: optimizer must be one of PyTorch or Keras, got {optimizer!r}")
+        raise TypeError(f"unsynchronized: optimizer must be an optimizer of PyTorch or Keras, got {optimizer!r}")
     for each in [optimizer, *filter(_is_optimizer, vars(optimizer).values())]:  # of which it may be made
         settle(each)
     return optimizer

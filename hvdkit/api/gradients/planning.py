@@ -91,7 +91,7 @@ def local_variables(local_layers: Any) -> list[Any]:
         if not getattr(layer, "built", True):
             raise ValueError(
                 f"local_layers: layer '{layer.name}' has no variables yet\n"
-                "HINT: build the model before: model.build(input_shape)."
+                "HINT: build the model first: model.build(input_shape)."
             )
         variables += layer.trainable_weights
     return variables

@@ -68,7 +68,7 @@ class GradientSettings:
         if missing := [setting.name for setting in fields(self) if setting.name not in state]:
             raise ValueError(
                 f"this optimizer was pickled by another version of hvdkit, without {', '.join(missing)}.\n"
-                "HINT: make a DistributedOptimizer anew, and load the state_dict() of the old one."
+                "HINT: make a new DistributedOptimizer, and load the state_dict() of the old one."
             )
         vars(self).update(state)
 

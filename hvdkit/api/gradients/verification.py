@@ -34,20 +34,20 @@ CHUNK = 1 << 20  # elements that are read at a time
 
 DIFFER = "The parameters of '{title}' are not the same on all ranks after step {step}: {names}. {groups}."
 NEVER_BROADCAST = (
-    "HINT: they most likely never were; have all ranks start from the same values: {broadcast}. This is a warning "
-    "because a broadcast may follow the first step; if they still differ at the next comparison, after step 10 at the "
-    "latest, it is an error. Else "
+    "HINT: they most likely never were the same; have all ranks start from the same values: {broadcast}. This is a "
+    "warning because a broadcast may follow the first step; if the parameters still differ at the next comparison, "
+    "after step 10 at the latest, it is an error. Otherwise "
 )
-LATER = "HINT: {broadcast} brings them together; find out why they differ: "
+LATER = "HINT: {broadcast} makes them equal again; find out why they differ: "
 CAUSES = (
-    "gradients were changed on one rank unseen (in PyTorch through .data) between backward() and step(); ranks stepped "
-    "differently (learning rates, random numbers in the update, a step that one rank left out, hvd.join() with nothing "
-    "broadcast after it), or one loaded or changed values alone. HVDKIT_VERIFY=1 "
-    "finds the first step after which they differ; 0 switches this off."
+    "gradients were changed on one rank unnoticed (in PyTorch through .data) between backward() and step(); ranks "
+    "stepped differently (learning rates, random numbers in the update, a step that one rank left out, hvd.join() "
+    "without a broadcast after it); or one rank alone loaded or changed values. HVDKIT_VERIFY=1 "
+    "finds the first step after which they differ; 0 switches this comparison off."
 )
 OTHER_MACHINES = (
-    "The ranks that differ do not compute alike ({machines}), so that the same update may have been rounded "
-    "differently: this is told once, and is an error when parameters differ by more than rounding explains."
+    "The ranks that differ do not compute alike ({machines}), so the same update may have been rounded differently. "
+    "This warning appears once; it is an error when parameters differ by more than rounding explains."
 )
 BEYOND_ROUNDING = (
     "The ranks do not compute alike ({machines}), but rounding does not explain this: the values of rank {rank} "

@@ -134,7 +134,7 @@ class Relay:
             bits = int.from_bytes(payload[at + _PART.size : middle], "little")
             at = middle + length
             if at > len(payload) or origin >= size or bits >> size:
-                raise ValueError(f"rank {sender} passed on {payload[:80]!r}, which is not whole, or not for this job")
+                raise ValueError(f"rank {sender} passed on {payload[:80]!r}, which is incomplete or for another job")
             yield origin, bits, payload[middle:at]
 
     def _send(self, parts: Sequence[tuple[int, int, bytes]]) -> None:

@@ -11,61 +11,61 @@ METRIC_AVERAGE, BROADCAST_CALLBACK = "'MetricAverageCallback", "'BroadcastGlobal
 SAME_MODEL = "HINT: build the same model and freeze the same parameters on every rank."
 SAME_CALLS = "HINT: let every rank make the same calls with the same process set."
 APART = (
-    "HINT: let every rank make the same calls with the same process set: none under 'if hvd.rank() == 0' alone, and as "
-    "many batches on each, or hvd.join() where data are uneven; in Keras EarlyStopping comes after "
+    "HINT: let every rank make the same calls with the same process set: no call under 'if hvd.rank() == 0' alone, and "
+    "the same number of batches on all ranks, or hvd.join() if data are uneven; in Keras put EarlyStopping after "
     "MetricAverageCallback, so that all ranks stop together."
 )
 UNEVEN_FIT = (
-    "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all of them, "
-    "steps_per_epoch=min over the ranks, or drop the rest of the data. Else their callbacks differ: the same ones in "
-    "the same order on all ranks, and EarlyStopping, or what else ends an epoch or the training, after "
-    "MetricAverageCallback, so that all see the same metrics."
+    "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all ranks, by "
+    "steps_per_epoch=min over the ranks, or drop the rest of the data. Otherwise the callbacks differ: use the same "
+    "callbacks in the same order on all ranks, and put EarlyStopping, or any other callback that ends an epoch or the "
+    "training, after MetricAverageCallback, so that all ranks see the same metrics."
 )
 LEFT_EARLY = (
-    "HINT: see what rank {rank} printed. All ranks must make the same calls: none under 'if hvd.rank() == 0' alone, as "
-    "many batches on each (or hvd.join() where data are uneven), no exit or exception on one alone; in Keras "
-    "EarlyStopping comes after MetricAverageCallback, so that all ranks stop together."
+    "HINT: see what rank {rank} printed. All ranks must make the same calls: no call under 'if hvd.rank() == 0' alone, "
+    "the same number of batches on all ranks (or hvd.join() if data are uneven), no exit or exception on one rank "
+    "alone; in Keras put EarlyStopping after MetricAverageCallback, so that all ranks stop together."
 )
 JOIN_LEFT = (
     "hvd.join() waits for rank {rank}, which has left the job: {reason}.\n"
-    "HINT: call hvd.join() on all ranks, and leave the job after it; see what rank {rank} printed."
+    "HINT: call hvd.join() on all ranks, and leave the job only after that; see what rank {rank} printed."
 )
 STALLED = (
-    "HINT: see where those ranks are (py-spy dump --pid): behind, as with more data or a slower disk, or on another "
-    "path through the script, as under 'if hvd.rank() == 0'."
+    "HINT: see what the late ranks are doing (py-spy dump --pid): they are slower, for example with more data or a "
+    "slower disk, or take another path through the script, for example under 'if hvd.rank() == 0'."
 )
 
 # By field of a signature: the noun of its values, and the hint where they differ between ranks.
 FIELDS = {
     "count": (
         "numbers of tensors",
-        "HINT: give as many tensors on every rank: of the same model, built or loaded with its optimizer on all.",
+        "HINT: give the same number of tensors on every rank: build or load the same model and optimizer on all ranks.",
     ),
-    "dtype": ("data types", "HINT: give tensors of the same type on every rank, as by tensor.to(torch.float32)."),
+    "dtype": ("data types", "HINT: give tensors of the same type on every rank, e.g. by tensor.to(torch.float32)."),
     "shape": ("shapes", "HINT: give tensors of the same shape on every rank."),
     "op": ("reduce operations", "HINT: pass the same op on every rank."),
     "root": ("root ranks", "HINT: pass the same root_rank on every rank."),
     "prescale": ("prescale factors", "HINT: pass the same prescale_factor on every rank."),
     "postscale": ("postscale factors", "HINT: pass the same postscale_factor on every rank."),
-    "device": ("devices", "HINT: have the tensor on the same kind of device on every rank."),
-    "direct": ("ways (device to device: True)", "HINT: have NCCL on every rank, or on none."),
+    "device": ("devices", "HINT: put the tensor on the same kind of device on every rank."),
+    "direct": ("routes (device to device: True)", "HINT: use NCCL on every rank, or on none."),
     "codec": ("compressions", "HINT: pass the same compression, with the same settings, on every rank."),
     "earlier": (
         "numbers of earlier steps",
-        "HINT: load what each rank saved after the same step, on all ranks or on none.",
+        "HINT: on all ranks or on none, load the state that each rank saved after the same step.",
     ),
     "groups": ("groups", "HINT: pass the same groups on every rank."),
     "ranks": ("process sets", "HINT: make process sets of the same ranks, in the same order, on every rank."),
     "id": ("process set ids", "HINT: remove the same process sets, in the same order, on every rank."),
 }
 _REDUCED = (
-    "HINT: reduce tensors of one shape, with the last batch of uneven data too; hvd.allgather takes different numbers "
-    "of rows."
+    "HINT: reduce tensors of the same shape on all ranks, also in the last batch of uneven data; hvd.allgather takes "
+    "different numbers of rows."
 )
 _SHAPES_BY_KIND = {
     "allreduce": _REDUCED,
     "reducescatter": _REDUCED,
-    "broadcast": "HINT: build the same model on every rank; what is broadcast has one shape.",
+    "broadcast": "HINT: build the same model on every rank; a broadcast tensor has the same shape on all ranks.",
     "allgather": "HINT: only the first dimension may differ between ranks.",
     "alltoall": "HINT: only the first dimension may differ between ranks.",
     "plan": SAME_MODEL,
@@ -81,16 +81,17 @@ def for_joined(name: str) -> str:
     """Return the caller of an operation that cannot go on without a rank that has joined, and the hint."""
     if name.endswith(STATISTICS):
         return (
-            " It is of SyncBatchNorm, which averages over all ranks' batches, and a rank that has joined has none.\n"
-            "HINT: give all ranks as many batches, or use BatchNorm."
+            " SyncBatchNorm averages over the batches of all ranks, and a rank that has joined has no batch.\n"
+            "HINT: give all ranks the same number of batches, or use BatchNorm."
         )
     if name.endswith(SPARSE):
         return (
-            " It is a sparse gradient, as of Embedding(sparse=True), which all ranks gather.\n"
-            "HINT: pass sparse_as_dense=True to the optimizer, or give all ranks as many batches."
+            " It is a sparse gradient, such as that of Embedding(sparse=True), and all ranks gather it.\n"
+            "HINT: pass sparse_as_dense=True to the optimizer, or give all ranks the same number of batches."
         )
     return (
-        "\nHINT: after hvd.join() others may call allreduce and barrier; make all other calls before it, on all ranks."
+        "\nHINT: once a rank has joined, the others may call only allreduce and barrier; make all other calls before, "
+        "on all ranks."
     )
 
 

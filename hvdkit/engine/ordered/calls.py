@@ -156,7 +156,7 @@ def mismatch(number: int, descriptions: Sequence[Description], ranks: Sequence[i
     calls = "; ".join(f"ranks {these}: {text}" for text, these in by_text.items())
     return (
         f"operation {number} of the group is not the same on its ranks: {calls}.\n"
-        "HINT: all ranks of a group call the same operations in the same order, with the same shapes and dtypes."
+        "HINT: all ranks of a group must call the same operations in the same order, with the same shapes and dtypes."
     )
 
 

@@ -121,8 +121,8 @@ class OrderedGroup:
         awaited = sorted(running.awaited_peers()) if running is not None else []
         return (
             f"{self._engine.mailbox.me()} waited {seconds:g} s in {operation} for ranks {awaited}: timed out.\n"
-            "HINT: all ranks of a group call the same operations in the same order; where a rank may come later, give "
-            "the group a longer timeout."
+            "HINT: all ranks of a group must call the same operations in the same order; if a rank may come later, "
+            "give the group a longer timeout."
         )
 
     def look(self, now: float) -> None:
@@ -243,7 +243,7 @@ class OrderedGroup:
         try:
             operation.call.finished()
         except Exception as error:
-            text = f"{operation}: the result could not be brought to its place: {in_words(error)}"
+            text = f"{operation}: the result could not be written to its destination: {in_words(error)}"
             failure = HorovodInternalError(text)
             failure.__cause__ = error
             return failure

@@ -54,7 +54,7 @@ class Message(Completion):
     def stalled(self, seconds: float) -> str:
         return (
             f"{self._me} waited {seconds:g} s in {self}: timed out.\n"
-            "HINT: see whether the other rank makes the matching call, with the same tag; where it may come later, "
+            "HINT: check that the other rank makes the matching call, with the same tag; if that call may come later, "
             "give the group a longer timeout."
         )
 
@@ -136,7 +136,7 @@ class Messages:
             elif len(message.peers) > 1 and departed_at.keys() >= set(message.peers):
                 last = max(message.peers, key=departed_at.__getitem__)
                 if now - max(message.since, departed_at[last]) > DEPARTED_SECONDS:
-                    text = f"{message} on {self._engine.mailbox.me()}: all of them have left the job, rank {last} last."
+                    text = f"{message} on {self._engine.mailbox.me()}: all senders have left the job, rank {last} last."
                     self._drop(message, PeerLostError(f"{text}\n{LEFT_EARLY.format(rank=last)}", last))
 
     def fail(self, error: HorovodInternalError, group: OrderedGroup | None = None) -> None:

@@ -34,7 +34,7 @@ def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
     ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
     if MPI.UNDEFINED in ranks:
         raise ValueError(
-            f"ProcessSet: expected a communicator of ranks of the job, got one of {group.Get_size()} ranks of which "
-            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} of the communicator of the job"
+            f"ProcessSet: expected a communicator of ranks of the job, got {group.Get_size()} ranks, of which "
+            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} ranks of the job's communicator"
         )
     return sorted(ranks)

@@ -100,8 +100,8 @@ def _leave(failed: bool) -> int | None:
             _present.transport.closing_seconds = CLOSING_SECONDS
     if not session.free(is_graceful) and (failed or error is not None):
         raise HorovodInternalError(
-            f"{mailbox.me()} cannot enter another generation: a library that hvdkit has called does not come back.\n"
-            "HINT: end this process, so that another one takes its place."
+            f"{mailbox.me()} cannot enter another generation: a library that hvdkit has called does not return.\n"
+            "HINT: end this process, so that a new process takes its place."
         )
     rank = error.rank if isinstance(error, PeerLostError) else None
     return None if rank is None or _present is None else _present.ticket.members[rank].process

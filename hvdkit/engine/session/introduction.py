@@ -59,7 +59,7 @@ def introduce(
         (
             "process_sets",
             "hvd.init() was given different process sets",
-            "pass the same sets, in one order, on all ranks.",
+            "pass the same sets, in the same order, on all ranks.",
         ),
     ):
         by_value: dict[str, list[int]] = {}
@@ -124,7 +124,7 @@ class InitExchanges:
                     continue
                 _, turn = _STARTUP.unpack_from(payload)
                 if turn != self._turn or rank not in ranks or len(payload) > MOST_BYTES:
-                    said = f"what rank {rank} said in {len(payload)} bytes"
+                    said = f"the introduction of rank {rank} ({len(payload)} bytes)"
                     raise HorovodInternalError(f"hvd.init() on rank {transport.rank} does not understand {said}.")
                 came[rank] = payload[_STARTUP.size :]
             return len(came) == len(ranks)
@@ -156,7 +156,7 @@ def _wait(
             ranks = sorted(awaited())
             raise PeerLostError(
                 f"hvd.init() on rank {transport.rank} waited {timeout_seconds:g} s (HVDKIT_TIMEOUT_SECONDS) for ranks "
-                f"{ranks}.\nHINT: see what those ranks printed.",
+                f"{ranks}.\nHINT: see what these ranks printed.",
                 ranks[0] if ranks else None,
             )
         wakeup.sleep(seen, pause if transport.polling else 0.05)

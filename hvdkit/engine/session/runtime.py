@@ -245,7 +245,7 @@ def _world_of(comm: Any) -> tuple[World, list[int] | None]:
     if members is not None and world.rank not in members:
         raise ValueError(
             f"init(): argument comm: rank {world.rank} is not among {members}.\n"
-            "HINT: call hvd.init(comm=ranks) only on the ranks that it names."
+            "HINT: call hvd.init(comm=ranks) only on the ranks in comm."
         )
     if world.size > 1:
         ENDING.watch(shutdown, _first_gone)  # before anything can fail that others wait for

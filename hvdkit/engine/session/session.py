@@ -155,7 +155,7 @@ class Session:
         with engine.driver.halted(1.0) as halted:
             if not halted:
                 me = engine.mailbox.me()
-                logger.warning("%s: a library that the engine called has not come back; it is left there", me)
+                logger.warning("%s: a library that the engine called has not returned; its thread is left behind", me)
             engine.rounds.fail(HorovodInternalError(SHUT_DOWN))
             engine.telemetry.stop()
             if self._heartbeat is not None:
@@ -181,5 +181,5 @@ class Session:
         # its launcher knows.
         lost = None
         for loss in goodbye.losses[:1]:
-            lost = PeerLostError(engine.watch.loss_text(loss, " and did not say goodbye"), loss.rank)
+            lost = PeerLostError(engine.watch.loss_text(loss, " and did not announce its exit"), loss.rank)
         return not goodbye.missing() and mailbox.error is None, lost

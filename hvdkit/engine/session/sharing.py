@@ -23,8 +23,8 @@ logger = logging.getLogger("hvdkit")
 
 OBTAIN_SECONDS = 10.0  # to hand over the memory; a rank that cannot get it must not keep the others at init
 NOT_BUILT = (
-    "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a copy that "
-    "was not installed: python setup.py build_ext --inplace builds them in it)"
+    "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a source tree "
+    "that was not installed: build them in it with python setup.py build_ext --inplace)"
 )
 
 

@@ -54,10 +54,10 @@ class Watch:
         lost, me, settings = self._topology.describe(loss.rank), self._mailbox.me(), self._settings
         if loss.beats:
             return (
-                f"{lost} lives, but its Python gave {me} no answer for "
+                f"{lost} is alive, but its Python interpreter gave {me} no answer for "
                 f"{settings.longest_unresponsive_seconds:g} s (HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS){omission}.\n"
-                "HINT: see where it is (py-spy dump): a library keeps Python's lock (GIL), or threads wait for each "
-                "other; raise that variable where such a call takes longer."
+                "HINT: see what the rank is doing (py-spy dump): a library keeps Python's lock (GIL), or threads wait "
+                "for each other; raise the variable if such a call may take longer."
             )
         return (
             f"{lost} gave {me} no sign of life for {settings.timeout_seconds:g} s "
@@ -137,7 +137,7 @@ class Watch:
             if warns and not waiting.warned and seconds > warn_after:
                 waiting.warned = True
                 logger.warning(
-                    "%s waits for ranks %s in %s for %.0f seconds.\n%s",
+                    "%s has waited for ranks %s in %s for %.0f seconds.\n%s",
                     self._mailbox.me(), ranks, lane.waiting_for(), seconds, STALLED,
                 )  # fmt: skip
             if fail_after > 0 and seconds > fail_after:
@@ -170,7 +170,7 @@ class Watch:
             raise PeerLostError(
                 f"{text} on {me} cannot go on without rank 0, which has left the job; the first to "
                 f"leave was {self._topology.describe(first)}: {reason}.\n"
-                "HINT: let every rank make the same calls and call hvd.shutdown() together.",
+                "HINT: let all ranks make the same calls and call hvd.shutdown() together.",
                 first,
             )
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from hvdkit.engine.steps.lane import Lane
 
 ABANDONED = (
-    "%s gave up a step of optimizer '%s' after some of its gradients were handed over, and %s did not. Ranks that made "
-    "that step have other weights now.\n"
-    "HINT: an exception ended the step there, or load_state_dict() came in the middle of it. Let the exception end the "
-    "job, or have all ranks go back to the same state."
+    "%s gave up a step of optimizer '%s' after some of its gradients were handed over, but %s did not. Ranks that made "
+    "the step have different weights now.\n"
+    "HINT: an exception ended the step, or load_state_dict() was called in the middle of it. Let the exception end the "
+    "job, or bring all ranks back to the same state."
 )
 GAVE_UP = "all ranks gave up a step of optimizer '%s'"
 

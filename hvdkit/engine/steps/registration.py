@@ -34,15 +34,15 @@ logger = logging.getLogger("hvdkit")
 # In memory of the host, wherever gradients are.
 HOST = "host"
 IDLE = (
-    "compression %s encodes nothing here: all ranks are on one node, where gradients are summed as they are, and "
+    "compression %s encodes nothing here: all ranks are on one node, where gradients are summed uncompressed, and "
     "nothing travels between nodes.\n"
-    'HINT: compress="everywhere" encodes here too, to try it; on several nodes leave it as it is.'
+    'HINT: to try the compression on one node, pass compress="everywhere" to it; on several nodes, leave it as it is.'
 )
 
 NO_NUMBER = (
-    "{name} cannot be planned on {rank}: {count} optimizers or tapes are in use, and the messages of another could not "
-    "be told from theirs.\n"
-    "HINT: let go of optimizers that are not used any more; after errors, call hvd.shutdown() and hvd.init()."
+    "{name} cannot be planned on {rank}: {count} optimizers or tapes are in use, and the messages of one more could "
+    "not be told apart from theirs.\n"
+    "HINT: delete optimizers that are no longer used; after errors, call hvd.shutdown() and hvd.init()."
 )
 
 

@@ -55,11 +55,11 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         try:
             events = json.load(file)
             if not isinstance(events, list):
-                raise TypeError("no list")
+                raise TypeError("not a list of events")
             return _trace_of(events)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             hint = "record one with hvdkitrun --timeline-filename, or hvd.start_timeline()"
-            raise ValueError(f"{os.fspath(path)} is no timeline of hvdkit ({error!r})\nHINT: {hint}") from error
+            raise ValueError(f"{os.fspath(path)} is not a timeline of hvdkit ({error!r})\nHINT: {hint}") from error
 
 
 def _trace_of(events: Iterable[dict[str, Any]]) -> Trace:
@@ -143,7 +143,7 @@ def report_waits(trace: Trace, waits: Sequence[LateWait]) -> str:
 def _summary(steps: Sequence[Activity], waits: Sequence[LateWait]) -> str:
     """Return the sentence about the steps."""
     if not steps:
-        return "No steps are recorded: no optimizer of hvdkit has made one, or the recording ended before."
+        return "No steps are recorded: no optimizer of hvdkit made a step, or the recording ended before that."
     duration = _length((step.begin, step.end) for step in steps)
     if not waits:
         return f"No rank was late in {len(steps)} steps ({duration_in_words(duration)})."

@@ -70,15 +70,15 @@ def add_to(
     policy = group.add_mutually_exclusive_group().add_argument
     about = "close a slot after three failures in it (slot, the default), or a host after its first failure (host)"
     policy("--blacklist", choices=["slot", "host"], help=about)
-    about = "close a host after a failure for LOW seconds, twice as long after the next one, at most HIGH"
+    about = "close a host for LOW seconds after a failure, twice as long after the next failure, at most HIGH"
     policy("--blacklist-cooldown-range", dest="cooldown", type=seconds, nargs=2, metavar=("LOW", "HIGH"), help=about)
     about = "program that prints a line host:slots for each host; it runs each second"
     add("--host-discovery-script", dest="script", metavar="SCRIPT", help=about)
     about = "let hosts join at this port with the secret (0: any free port)"
     add("--listen", metavar="[ADDRESS:]PORT", help=about)
-    about = "file with the secret for --listen, which creates it, and for --join"
+    about = "file with the secret for --listen and --join; --listen creates the file"
     add("--secret-file", metavar="FILE", help=about)
-    about = "join the job that listens at this address with this host; on SIGTERM the host leaves it"
+    about = "let this host join the job that listens at this address; on SIGTERM the host leaves the job"
     add("--join", metavar="HOST:PORT", help=about)
     add("--slots", type=whole, metavar="N", help="slots of a host that joins (default 1)")
     add("--hostname", metavar="NAME", help="name of a host that joins (default: its own name)")
@@ -98,7 +98,7 @@ def _address(text: str, flag: str) -> tuple[str, int]:
     """Return the host, or "", and the port of ``[HOST:]PORT``."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535 or (not host and flag == "--join"):
-        raise UsageError(f"cannot read {flag} {text}\nHINT: as in {flag} host1:4000")
+        raise UsageError(f"cannot read {flag} {text}\nHINT: write it as in {flag} host1:4000")
     return host.strip("[]"), int(port)
 
 
@@ -110,13 +110,13 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None, rescues:
     listens = arguments.listen is not None
     if listens != (arguments.secret_file is not None):
         fact = "--listen without --secret-file" if listens else "--secret-file without --listen or --join"
-        raise UsageError(f"{fact}\nHINT: hosts that join prove that they know the secret in the file")
+        raise UsageError(f"{fact}\nHINT: hosts that join must prove that they know the secret in the file")
     given = [flag for name, flag in _FLAGS.items() if getattr(arguments, name) is not None]
     if not given:
         return None
     if arguments.controller == "mpi":
-        hint = "leave --mpi away: elastic jobs use Gloo, since MPI ends a job of which a process fails"
-        raise UsageError(f"--mpi does not go with {', '.join(given)}\nHINT: {hint}")
+        hint = "leave --mpi out: elastic jobs use Gloo, since MPI ends a job if one of its processes fails"
+        raise UsageError(f"--mpi cannot be combined with {', '.join(given)}\nHINT: {hint}")
     if arguments.script is not None and hosts is not None:
         raise UsageError("both a list of hosts and --host-discovery-script\nHINT: let the script print the hosts")
     start = arguments.size or arguments.least
@@ -134,7 +134,7 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None, rescues:
         raise UsageError(f"-np {start} asks for more processes than there are slots ({slots})\nHINT: lower -np, or -H")
     cooldown = (float("inf"),) * 2 if arguments.blacklist == "host" else arguments.cooldown
     if cooldown is not None and cooldown[0] > cooldown[1]:
-        raise UsageError("--blacklist-cooldown-range: LOW is larger than HIGH\nHINT: as in 10 60")
+        raise UsageError("--blacklist-cooldown-range: LOW is larger than HIGH\nHINT: write it as in 10 60")
     timeout = 600.0 if arguments.elastic_timeout is None else arguments.elastic_timeout
     limits = Limits(
         start, least, most, timeout, arguments.reset_limit, None if cooldown is None else tuple(cooldown),

@@ -42,7 +42,7 @@ def join(chosen: JoinOptions, say: Callable[[str], None]) -> int:
     channel.send(JOIN, payload=json.dumps(facts).encode())
     agent.run()
     channel.close()
-    status, text = agent.verdict or (1, f"the connection to hvdkitrun at {where} has ended, and all processes here")
+    status, text = agent.verdict or (1, f"the connection to hvdkitrun at {where} has ended, as have all processes here")
     say(text)
     return status
 
@@ -64,7 +64,7 @@ def _connect(address: tuple[str, int], secret: bytes, seconds: float, where: str
             if connection is not None:
                 connection.close()
             if time.monotonic() + AGAIN_SECONDS > gives_up_at:
-                hint = "see whether hvdkitrun --listen runs there, and a firewall; --start-timeout waits longer"
+                hint = "check that hvdkitrun --listen runs there, and firewalls; --start-timeout waits longer"
                 fact = f"cannot reach hvdkitrun at {where} within {seconds:g} s"
                 raise LaunchError(f"{fact}: {error.strerror or error}\nHINT: {hint}") from error
             time.sleep(AGAIN_SECONDS)

@@ -105,7 +105,7 @@ class Listener:
             channel.close()
             return
         if (version := facts.get("version")) != hvdkit.__version__:
-            refuse(channel, f"it has hvdkit {version}, and the job {hvdkit.__version__}")
+            refuse(channel, f"it has hvdkit {version}, but the job has {hvdkit.__version__}")
             return
         self._applicants.put(Applicant(host, channel))
         self._wake()

@@ -192,7 +192,7 @@ class Membership:
         elif is_late:
             self._end(f"only {len(chosen)} of at least {least} ranks for {self._limits.seconds:g} s")
         elif not self._can_grow():
-            self._end(f"only {len(chosen)} of at least {least} ranks, and no slot in which another may be started")
+            self._end(f"only {len(chosen)} of at least {least} ranks, and no slot in which another rank may be started")
 
     def _can_grow(self) -> bool:
         """True if another process may become ready."""
@@ -274,7 +274,7 @@ class Membership:
                 self._kill_at_fault(worker, f"it was not ready within {self._limits.seconds:g} s")
             else:
                 worker.is_killed = True
-                how = "the others miss it" if worker.phase == Phase.MEMBER else "it did not end when it was dismissed"
+                how = "other ranks miss it" if worker.phase == Phase.MEMBER else "it did not end when it was dismissed"
                 self._actions.append(Kill(worker.number, how))
 
     def _kill_at_fault(self, worker: ElasticWorker, reason: str) -> None:

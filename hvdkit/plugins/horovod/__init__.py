@@ -28,8 +28,8 @@ class HorovodCandidate(Candidate):
         if job.for_torch:
             return None
         return (
-            "carries PyTorch's tensors, and this script uses another framework.\n"
-            "HINT: unset HVDKIT_TRANSPORT: the job goes by MPI or Gloo, whichever started it."
+            "carries PyTorch's tensors only, but this script uses another framework.\n"
+            "HINT: unset HVDKIT_TRANSPORT: the job then uses MPI or Gloo, whichever started it."
         )
 
     def suits(self, job: Job) -> str:

@@ -65,7 +65,7 @@ class NativeHorovod:
         """Return the reason why the engine cannot be started in this process; "" if it can."""
         if self._stuck:
             return self._stuck
-        return "Horovod was started in this process by somebody else" if self.calls.horovod_is_initialized() else ""
+        return "other code has started Horovod in this process" if self.calls.horovod_is_initialized() else ""
 
     def start(
         self, rank: int, size: int, members: list[int], timeout_seconds: float, environment: dict[str, str | None]
@@ -87,7 +87,7 @@ class NativeHorovod:
             return "it refused"
         place = self.calls.horovod_rank(), self.calls.horovod_size()
         if place != (rank, size):
-            return f"it takes rank {rank} of {size} for rank {place[0]} of {place[1]}, so it uses another MPI"
+            return f"it counts rank {rank} of {size} as rank {place[0]} of {place[1]}, so it uses another MPI"
         return ""
 
     def stop(self, timeout_seconds: float) -> None:
@@ -162,7 +162,7 @@ class HorovodGroup:
             except Exception as error:  # whatever it is, the engine must learn of it
                 cause = (str(error).splitlines() or [repr(error)])[0]
                 self._native.stopping.wait(NAMING_SECONDS)
-                end.set_exception(RuntimeError(f"Horovod's engine gave {name} up: {cause}"))
+                end.set_exception(RuntimeError(f"Horovod's engine gave up {name}: {cause}"))
             self._finished()
 
         self._waiters.run(run)

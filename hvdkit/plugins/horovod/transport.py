@@ -78,7 +78,7 @@ class HorovodTransport(Layer):
             raise TransportUnavailableError(
                 f"Horovod's engine did not start: {problem}.\n"
                 "HINT: see what it printed, and whether hosts reach each other (HOROVOD_GLOO_IFACE, firewalls); "
-                f"HVDKIT_TRANSPORT={self.carrier} goes without it."
+                f"HVDKIT_TRANSPORT={self.carrier} works without it."
             )
         self.device_types = self.inner.device_types | {"cpu"}
         return self
@@ -128,7 +128,7 @@ class HorovodTransport(Layer):
             )
         if self.rank == 0 and problem != NOT_INSTALLED:
             logger.warning(
-                "Horovod's engine is not used, tensors travel by hvdkit's own over %s: %s", self.carrier, problem
+                "Horovod's engine is not used; hvdkit's own engine sends tensors over %s: %s", self.carrier, problem
             )
         return self.inner
 
@@ -169,5 +169,5 @@ def common_problem(reports: Sequence[dict[str, Any]]) -> str:
             return f"rank {rank}: {problem}"
     controllers = [report["controller"] for report in reports]
     if len(set(controllers)) > 1:
-        return f"Horovod was built in different ways: its ranks would talk by {controllers}"
+        return f"Horovod was built in different ways: its ranks would communicate by {controllers}"
     return ""

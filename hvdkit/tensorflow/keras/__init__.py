@@ -13,7 +13,7 @@ import tensorflow as tf
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
-        f"hvdkit.tensorflow.keras needs Keras on TensorFlow, and it runs on {keras.backend.backend()}.\n"
+        f"hvdkit.tensorflow.keras needs Keras on TensorFlow, but Keras runs on {keras.backend.backend()}.\n"
         "HINT: set KERAS_BACKEND=tensorflow, or import hvdkit.keras."
     )
 

@@ -43,7 +43,7 @@ def check_tensor(function: str, tensor: Any, dtypes: Collection[Any], argument: 
         if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
             raise ValueError(
                 f"{function}: {argument} must be dense, got a tf.{type(tensor).__name__}\n"
-                "HINT: use tf.convert_to_tensor(), tf.sparse.to_dense(), or gather values and indices by themselves."
+                "HINT: use tf.convert_to_tensor(), tf.sparse.to_dense(), or gather values and indices separately."
             )
         try:
             tensor = tf.convert_to_tensor(tensor)

@@ -57,11 +57,13 @@ def _allreduce_slices(
     function, name, process_set = invocation.function, invocation.name, invocation.process_set
     if op not in _LINEAR:
         raise NotImplementedError(
-            f"{function}: hvd.{op.name.capitalize()} does not go with tf.IndexedSlices, only Sum and Average.\n"
+            f"{function}: hvd.{op.name.capitalize()} is not supported for tf.IndexedSlices, only Sum and Average.\n"
             "HINT: use sparse_as_dense=True, or tf.convert_to_tensor()."
         )
     if factors != (1.0, 1.0):
-        raise NotImplementedError(f"{function}: prescale_factor and postscale_factor do not go with tf.IndexedSlices")
+        raise NotImplementedError(
+            f"{function}: prescale_factor and postscale_factor are not supported for tf.IndexedSlices"
+        )
     with tf.device(device):
         parts = [part for tensor in slices for part in (tensor.values, tensor.indices)]
         gathered = grouped_allgather(parts, name, invocation.ignore_name_scope, process_set)

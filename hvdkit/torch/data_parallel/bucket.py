@@ -46,7 +46,7 @@ class HookBucket:
             if not self.future.done():
                 self.future.set_result(torch.empty(0))  # never used, and not on the device, which may have failed
         except Exception:  # the Futures of other buckets must end all the same
-            logger.exception("ddp_hook: a bucket's Future could not be ended")
+            logger.exception("ddp_hook: a bucket's Future could not be completed")
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter with its gradient, flat."""

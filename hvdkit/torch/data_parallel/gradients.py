@@ -90,7 +90,7 @@ class ModelGradients:
                 "HINT: keep all parameters of the model on one device."
             )
         if self.have_model and not all(parameter in (self._slots or self._names) for parameter in parameters):
-            raise ValueError("ddp_hook: this hook belongs to another model\nHINT: make one for each model.")
+            raise ValueError("ddp_hook: this hook belongs to another model\nHINT: make a hook for each model.")
 
     def register(self, group: HookGroup) -> None:
         """Agree with all ranks on the gradients in this step's buckets. Raises MismatchError on all ranks."""
@@ -254,7 +254,7 @@ class ModelGradients:
             index, pair = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
             was, has = ("nothing" if shape is None else " x ".join(map(str, shape)) or "a number" for shape in pair)
             raise ValueError(
-                f"the state_dict is of another model: parameter {index} was {was} there, and is {has} here"
+                f"the state_dict is of another model: parameter {index} was {was} there, but is {has} here"
             )
         self.reducer.reset()
         compression_state.resume(self, kept, self._keys)
@@ -265,7 +265,7 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
     """Return a user's states as a list. Raises TypeError unless they are a hook's, ValueError if they do not fit."""
     states = [saved] if isinstance(saved, Mapping) else saved
     if not isinstance(states, Sequence) or isinstance(states, str):
-        raise TypeError(f"{LOADING}: expected a state_dict or a list of those of all ranks, got {type(saved).__name__}")
+        raise TypeError(f"{LOADING}: expected a state_dict or a list of one for each rank, got {type(saved).__name__}")
     if not states:
         raise ValueError(f"{LOADING}: expected the state_dicts of all ranks, got none")
     for number, state in enumerate(states):
@@ -275,12 +275,12 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
         for key, what in ALIKE.items():
             if state[key] != states[0][key]:
                 raise ValueError(
-                    f"{LOADING}: the state_dicts are not of one moment of one job: number {number} has another {what} "
-                    "than number 0\nHINT: load those that all ranks saved after the same step."
+                    f"{LOADING}: the state_dicts are not of the same step of a job: number {number} has another {what} "
+                    "than number 0\nHINT: load the state_dicts that all ranks saved after the same step."
                 )
         if any(state["rank"] == other["rank"] for other in states[:number]):
             raise ValueError(
                 f"{LOADING}: number {number} is another state_dict of rank {state['rank']}\n"
-                "HINT: load that of each rank once."
+                "HINT: load one state_dict of each rank."
             )
     return list(states)

@@ -23,9 +23,9 @@ from hvdkit.torch.distributed.session import close_at_exit, close_session, meet
 
 NAME = "ddp_hook"
 MEETING = (
-    "to use a ddp_hook.\nHINT: all ranks of the model's process group must use one, in the same order if it is several."
+    "to use a ddp_hook.\nHINT: all ranks of the model's process group must use one; use several in the same order."
 )
-LEAVING = "its process or its ddp_hook has come to its end"
+LEAVING = "its process or its ddp_hook has ended"
 
 
 def ranks_beside(process_group: Any) -> list[int] | None:

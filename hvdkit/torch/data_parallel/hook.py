@@ -58,17 +58,17 @@ class DDPHook:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"{FUNCTION}: register: expected a DistributedDataParallel, got {type(model).__name__}\n"
-                "HINT: for a plain module there is hvd.DistributedOptimizer(..., compression=...)."
+                "HINT: for a plain module, use hvd.DistributedOptimizer(..., compression=...)."
             )
         if self._gradients.have_model:
-            raise ValueError(f"{FUNCTION}: register: this hook has a model already\nHINT: make one for each model.")
+            raise ValueError(f"{FUNCTION}: register: this hook has a model already\nHINT: make a hook for each model.")
         if self._process_group is None:
             self._process_group = model.process_group
         ranks, of_model = map(dist.get_process_group_ranks, (self._process_group, model.process_group))
         if ranks != of_model:
             raise ValueError(
                 f"{FUNCTION}: register: the model is on ranks {of_model}, but process_group has ranks {ranks}\n"
-                "HINT: leave process_group out; it is the model's then."
+                "HINT: leave process_group out; then the hook uses the model's."
             )
         model.register_comm_hook(self, DDPHook.reduce)
         self._gradients.name(model.module)
@@ -123,8 +123,8 @@ class DDPHook:
         if not self._gradients.can_be_saved(self._broken is not None):
             why = "that was not completed" if self._broken is None else f"that failed: {self._broken}"
             raise HorovodInternalError(
-                f"{FUNCTION}: state_dict: what the codec keeps is in the midst of a step {why}\n"
-                "HINT: call it after each step, and go on from what it returned last."
+                f"{FUNCTION}: state_dict: the codec's state is in the middle of a step {why}\n"
+                "HINT: call state_dict() after each step, and continue from the last one that it returned."
             )
         return self._gradients.saved(rank, size)
 
@@ -188,7 +188,7 @@ class DDPHook:
             if self._broken is not None:  # now that _fail would find the bucket
                 raise HorovodInternalError(f"an earlier step failed: {self._broken}")
             if is_first and not is_new:
-                raise HorovodInternalError("an exception ended the last backward pass before all was handed over")
+                raise HorovodInternalError("an exception ended the last backward pass before its last bucket")
             buckets = [bucket]
             if not gradients.is_registered:
                 if not is_last:
@@ -278,7 +278,7 @@ def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | N
     check_told_apart(FUNCTION, codec)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
-            f"{FUNCTION}: process_group must be one that this rank is in, or None, got {process_group!r}\n"
+            f"{FUNCTION}: process_group must be a group with this rank, or None, got {process_group!r}\n"
             "HINT: give the process group of the DistributedDataParallel."
         )
     if timeout is not None and not isinstance(timeout, timedelta):

@@ -37,7 +37,7 @@ def monitored_barrier(messages: Messages, group: OrderedGroup, timeout: timedelt
     if late:
         raise StallError(
             f"monitored_barrier of group '{group.name}': ranks {late} did not come within {seconds:g} s.\n"
-            "HINT: see where these ranks are, as by py-spy dump, and whether they take another way through the script."
+            "HINT: see what these ranks are doing (py-spy dump), and whether they take another path through the script."
         )
     for other in others:
         messages.send(group, _byte(), other, TAG)

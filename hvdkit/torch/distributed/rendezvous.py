@@ -35,7 +35,7 @@ def rendezvous(world: World, timeout: timedelta = default_pg_timeout, **_: Any) 
         except TransportUnavailableError as error:
             raise error.with_traceback(None) from None  # the cause is the user's set-up, not hvdkit's inside
     yield PrefixStore(f"hvdkit/{world.job}/{next(_numbers)}", _stores[world.rendezvous]), world.rank, world.size
-    raise RuntimeError("ranks of mpirun and srun cannot meet anew")  # torch asks again after its group has failed
+    raise RuntimeError("ranks of mpirun and srun cannot meet again")  # torch asks again after its group has failed
 
 
 def _open_store(world: World, timeout: timedelta) -> TCPStore:
@@ -51,7 +51,7 @@ def _open_store(world: World, timeout: timedelta) -> TCPStore:
 def _meet_by_mpi(world: World, seconds: float) -> Rendezvous:
     if not is_installed("mpi4py"):
         raise TransportUnavailableError(
-            f"rank {world.rank}: {world.launcher} started {world.size} ranks, which can meet by MPI, and mpi4py is not "
+            f"rank {world.rank}: {world.launcher} started {world.size} ranks, which can meet by MPI, but mpi4py is not "
             "installed.\n"
             "HINT: pip install mpi4py, or set MASTER_ADDR and MASTER_PORT on every rank: rank 0's host, a free port."
         )

@@ -21,7 +21,7 @@ from hvdkit.transports.security.credentials import Credentials, new_nonce
 from hvdkit.transports.security.listening import addresses_for, listen
 
 LAUNCHER = "torch.distributed"
-MEETING = "to make the group.\nHINT: see what those ranks printed; all ranks call init_process_group."
+MEETING = "to make the group.\nHINT: see what these ranks printed; all ranks must call init_process_group."
 ENDED = "it called destroy_process_group() or ended"
 
 

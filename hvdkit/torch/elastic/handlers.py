@@ -20,9 +20,9 @@ from hvdkit.torch.gradients.compression_state import KEY
 COMMIT_LATER = "the optimizer expects {passes} passes before each step; call commit() after step()."
 
 CHANGED_OUTSIDE = (
-    "Parameters were changed since the last commit, and not by a step of their optimizer; they stay as they are, since "
-    "the script commits each step, so that there is no copy.\n"
-    "HINT: change them between step() and commit(), or put averages back in a finally block."
+    "Parameters were changed since the last commit, but not by a step of their optimizer; they stay as they are: the "
+    "script commits each step, so there is no copy to restore.\n"
+    "HINT: change parameters between step() and commit(), or undo a swap of averaged parameters in a finally block."
 )
 # Options of parameter groups that a learning-rate scheduler changes.
 SCHEDULED = {"lr", "initial_lr", "momentum", "betas"}

@@ -43,7 +43,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         batch_size: int | None = None,
     ) -> None:
         if exact and batch_size is None:
-            raise ValueError("ElasticSampler: exact=True without batch_size\nHINT: pass that of the DataLoader.")
+            raise ValueError("ElasticSampler: exact=True without batch_size\nHINT: pass the DataLoader's batch_size.")
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.exact, self.batch_size = exact, batch_size
         self.state: Any = None  # a weak reference to the TorchState whose optimizer's steps count

@@ -42,8 +42,9 @@ logger = logging.getLogger("hvdkit")
 StatePickler.dispatch_table[torch.Tensor] = StatePickler.dispatch_table[torch.nn.Parameter] = reduce_tensor
 
 NO_STEPS_FOR_SAMPLER = (
-    "TorchState: an ElasticSampler with exact=True goes on with the steps of the state's optimizer, and there is none "
-    "whose steps can be counted.\nHINT: pass the optimizer, other than LBFGS and without op=hvd.Adasum, or exact=False."
+    "TorchState: an ElasticSampler with exact=True goes on with the steps of the state's optimizer, but the state has "
+    "no optimizer whose steps can be counted.\n"
+    "HINT: pass an optimizer, other than LBFGS and without op=hvd.Adasum; or pass exact=False."
 )
 
 SCALER_SKIPS = (
@@ -130,7 +131,7 @@ class TorchState(ObjectState):
         optimizer: Any = self._handlers.get("optimizer")
         kept = 0 if self._is_copied or optimizer is None else optimizer.steps
         if self._codecs():
-            logger.warning("What a lost rank has compressed and not sent (its residuals) is lost with it.")
+            logger.warning("The residuals of a lost rank, compressed but not sent, are lost with the rank.")
         for handler in self._handlers.values():
             handler.restore()
         for _ in range(kept):

@@ -24,21 +24,20 @@ from hvdkit.torch.gradients.planned import PlannedGradients
 from hvdkit.torch.gradients.watch import Watched
 
 NOTHING_TO_ENCODE = (
-    "Compression.{name} encodes nothing here, since all ranks are on one node, and so gradients get no momentum from "
-    "it.\n"
-    'HINT: pass compress="everywhere" to it, or leave it out and give the optimizer its momentum.'
+    "Compression.{name} encodes nothing here, since all ranks are on one node, so gradients get no momentum from it.\n"
+    'HINT: pass compress="everywhere" to the compression, or leave it out and give the optimizer the momentum.'
 )
 
 IN_DDP = (
     "DistributedOptimizer '{title}' on rank {rank}: its parameter '{name}' belongs to a DistributedDataParallel too, "
     "which also averages its gradient over the ranks.\n"
-    "HINT: give the optimizer without hvd.DistributedOptimizer to the program that has the model in a "
-    "DistributedDataParallel, or train the bare model. Accelerate and the Trainer of transformers wrap models "
+    "HINT: if the program puts the model in a DistributedDataParallel, use the optimizer without "
+    "hvd.DistributedOptimizer; or train the bare model. Accelerate and the Trainer of transformers wrap models "
     "themselves; hvd.ddp_hook(codec) compresses gradients there."
 )
 SHARDED = (
-    "DistributedOptimizer '{title}' on rank {rank}: its parameter '{name}' is a DTensor, of which each rank may have "
-    "another part; fully_shard and parallelize_module reduce gradients themselves.\n"
+    "DistributedOptimizer '{title}' on rank {rank}: its parameter '{name}' is a DTensor: each rank may have another "
+    "part of it; fully_shard and parallelize_module reduce gradients themselves.\n"
     "HINT: use the optimizer without hvd.DistributedOptimizer; where nothing averages over the data dimension of a "
     "mesh, average the local parts: hvd.grouped_allreduce_([p.grad.to_local() for p in model.parameters()], "
     "process_set=...)."

@@ -19,8 +19,8 @@ KEY = "compression"
 
 FORMAT = 4  # of the dict that ``save`` returns
 OTHER_FORMAT = (
-    'What the state_dict holds under "compression" was not written by this version of hvdkit.\n'
-    "HINT: leave it out, which loses the gradients that were compressed and not sent yet."
+    'The entry "compression" of the state_dict was not written by this version of hvdkit.\n'
+    "HINT: leave the entry out, which loses the gradients that were compressed but not sent yet."
 )
 IN_STATE = 'the state_dict\'s "compression":'
 IN_FLIGHT = (
@@ -101,7 +101,7 @@ def check(saved: Any, shapes: Shapes) -> list[Saved]:
     for (rank, size), times in Counter((state["rank"], state["size"]) for state in states).most_common(1):
         if times > 1:
             raise ValueError(
-                f"{IN_STATE} what rank {rank} of {size} kept is there twice\nHINT: give each rank's state once."
+                f"{IN_STATE} the state of rank {rank} of {size} is there twice\nHINT: give each rank's state once."
             )
     for state in states:
         for name, shape in state["shapes"].items():
@@ -109,8 +109,8 @@ def check(saved: Any, shapes: Shapes) -> list[Saved]:
             if here is not None and list(shape) != list(here):
                 was, now = (" x ".join(map(str, each)) or "a number" for each in (shape, here))
                 raise ValueError(
-                    f"{IN_STATE} {name!r} was {was} when it was saved, and is {now} here\n"
-                    "HINT: load the state of the same model, or leave it out, which loses what was not sent yet."
+                    f"{IN_STATE} {name!r} was {was} when it was saved, but is {now} here\n"
+                    "HINT: load the state of the same model, or leave the entry out, which loses what was not sent yet."
                 )
     return list(states)
 

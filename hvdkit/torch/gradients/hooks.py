@@ -24,8 +24,8 @@ TOO_MANY_PASSES = (
     "in a GAN, turn their requires_grad off for that pass."
 )
 COMPUTED_AGAIN = (
-    "The gradient of '{name}' was added to by a backward pass inside of the backward pass that had completed it, after "
-    "it was handed over to be reduced.\n"
+    "The gradient of '{name}' was complete and handed over to be reduced, but then a nested backward pass (one inside "
+    "of the backward pass) added to it.\n"
     "HINT: the model calls torch.utils.checkpoint with use_reentrant=True where it did not before; pass "
     "use_reentrant=False."
 )

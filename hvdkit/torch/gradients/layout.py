@@ -23,9 +23,9 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
 }
 TOO_WIDE = (
-    "The gradient of '{name}' is {dtype} in this step, and all ranks have agreed to reduce it as {agreed}, which would "
+    "The gradient of '{name}' is {dtype} in this step, but all ranks have agreed to reduce it as {agreed}, which would "
     "round it.\n"
-    "HINT: the parameter's grad_dtype is None, which leaves the dtype open: set it to {dtype} on all ranks."
+    "HINT: the parameter's grad_dtype is None, which leaves the dtype open: set grad_dtype to {dtype} on all ranks."
 )
 
 

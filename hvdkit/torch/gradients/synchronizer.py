@@ -33,7 +33,7 @@ INTERRUPTED = (
 )
 SUPERSEDED = (
     "The parameters of this DistributedOptimizer were given to another DistributedOptimizer later.\n"
-    "HINT: wrap each optimizer once, and no parameter in two of them."
+    "HINT: wrap each optimizer once, and give no parameter to two of them."
 )
 
 

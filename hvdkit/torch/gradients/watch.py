@@ -22,8 +22,8 @@ CHANGED_IN_FLIGHT = (
     "Changed: {names}"
 )
 HALF_SUMMED = (
-    "The gradient of '{name}' is what a step that failed left, or that was given up: some of its elements may be "
-    "summed over ranks already, others are not.\n"
+    "The gradient of '{name}' was left by a step that failed or was given up: some of its elements may be summed over "
+    "ranks already, others are not.\n"
     "HINT: call optimizer.zero_grad() and run the forward and backward pass again."
 )
 MOST_NAMES = 8  # parameters that a message lists

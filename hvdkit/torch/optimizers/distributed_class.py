@@ -28,7 +28,7 @@ CLEARED_IN_FLIGHT = (
 )
 NO_SKIP_WITH_ADASUM = (
     "Skipping synchronization is not supported when using Adasum optimizer.\n"
-    "HINT: call optimizer.step() outside of optimizer.skip_synchronize(); with Adasum gradients stay their rank's."
+    "HINT: call optimizer.step() outside of optimizer.skip_synchronize(); with Adasum, gradients stay on their rank."
 )
 
 

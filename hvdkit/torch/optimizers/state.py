@@ -85,8 +85,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     structure: _Structure = broadcast_object(own, root, f"{name}.structure")
     problems = allgather_object(_difference(structure, optimizer), f"{name}.check")
     if any(problems):
+        fact = f"{name}: optimizers must be alike on all ranks, but differ from rank {root}:"
         lines = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-        raise ValueError(f"{name}: optimizers must be alike on all ranks, but against rank {root}\n" + "\n".join(lines))
+        raise ValueError("\n".join([fact, *lines]))
     states = []
     if not is_root:
         for state, parameter in zip(structure.states, parameters_of(optimizer.param_groups), strict=True):

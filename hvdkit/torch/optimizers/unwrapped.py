@@ -27,15 +27,16 @@ ALONE = (
     "The optimizer {kind} updated {what} with gradients of rank {rank} alone: the {size} ranks train different "
     "models.\n"
     "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()), and "
-    "call step() of what that returns. A loop of your own may reduce gradients by hvd.allreduce, or the model may be "
-    "in a DistributedDataParallel. Where ranks train apart on purpose, or another library reduces gradients, say so: "
+    "call step() of the returned optimizer. A loop of your own may reduce gradients by hvd.allreduce, or the model may "
+    "be in a DistributedDataParallel. If ranks train apart on purpose, or another library reduces gradients, call "
     "hvd.unsynchronized(optimizer)."
 )
 BYPASSED = (
     "The optimizer {kind} updated {what} on rank {rank} while a DistributedOptimizer was still reducing their "
     "gradients: the {size} ranks train different models.\n"
-    "HINT: call step() of what hvd.DistributedOptimizer() returned, optimizer = hvd.DistributedOptimizer(optimizer, "
-    "...), not that of the optimizer which was given to it; or call synchronize() of that one before."
+    "HINT: call step() of the optimizer that hvd.DistributedOptimizer() returned, optimizer = "
+    "hvd.DistributedOptimizer(optimizer, ...), not step() of the optimizer that was passed to it; or call "
+    "synchronize() of the returned optimizer first."
 )
 
 # Steps before which enough was reduced: before a single step that may have been something else than gradients.

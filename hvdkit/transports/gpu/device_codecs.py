@@ -31,8 +31,9 @@ TRITON_DEVICES = {"cuda"}  # whose tensors Triton's kernels take
 LARGEST_TRITON_BLOCK = 8192
 _CHUNK = 1 << 22  # elements of halves that are converted to a wider type at a time, to limit memory
 NO_TRITON = (
-    "codecs encode on the GPU by PyTorch's operations, which takes several times as long as by Triton's kernels, since "
-    "these cannot be compiled here: %s.\nHINT: have a C compiler and Python's headers (Debian: gcc, python3-dev)."
+    "codecs encode on the GPU with PyTorch's operations, which takes several times as long as with Triton's kernels, "
+    "because the kernels cannot be compiled here: %s.\n"
+    "HINT: install a C compiler and Python's headers (Debian: gcc, python3-dev)."
 )
 
 

@@ -101,7 +101,7 @@ def exchange(store: Any, rank: int, size: int, text: str, timeout_seconds: float
         if absent := absent_after(store, keys, timeout_seconds):
             raise PeerLostError(
                 f"waited {timeout_seconds:g} s (HVDKIT_START_TIMEOUT_SECONDS) for the GPUs of ranks {absent} of "
-                f"the {size} that take part.\nHINT: see what those ranks printed."
+                f"the {size} that take part.\nHINT: see what these ranks printed."
             )
         return [store.get(key).decode() for key in keys]
     except AuthenticationError as error:

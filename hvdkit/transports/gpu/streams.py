@@ -23,13 +23,13 @@ from hvdkit.kernels import BFLOAT16
 logger = logging.getLogger("hvdkit")
 
 CAPTURED = (
-    "a CUDA graph cannot capture an operation of hvdkit, in which threads of the host take part: each replay would use "
-    "gradients of this rank alone.\n"
-    "HINT: capture the model by torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead'), and leave "
-    "operations, backward() and optimizer.step() outside of graphs of your own."
+    "a CUDA graph cannot capture an operation of hvdkit, since threads of the host take part in it: each replay would "
+    "use gradients of this rank alone.\n"
+    "HINT: capture the model with torch.cuda.make_graphed_callables or torch.compile(mode='reduce-overhead'), and keep "
+    "operations, backward() and optimizer.step() outside of your own graphs."
 )
 NOT_LOCKED = (
-    "the %d bytes of host memory in which gradients of GPUs are summed could not be page-locked, so that copies are "
+    "the %d bytes of host memory in which gradients of GPUs are summed could not be page-locked, which makes copies "
     "slower: %s"
 )
 # Seconds that ``close`` waits for copies under way, which depend on this rank's own work on the GPU alone.
@@ -82,7 +82,7 @@ class CudaEnd:
             # NCCL's watchdog notes a failure here before it aborts the kernel, so a wrong result is never taken.
             result = work.get_future_result() if hasattr(work, "get_future_result") else None
             if result is not None and result.done() and result.value() != 0:
-                raise RuntimeError(f"NCCL gave the operation up (result {result.value()})")
+                raise RuntimeError(f"NCCL gave up the operation (result {result.value()})")
         self._works.clear()
         return True
 

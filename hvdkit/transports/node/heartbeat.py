@@ -117,9 +117,9 @@ def connect(
     unseen = sorted(set(higher) - connections.keys() - transport.lost_peers().keys())
     if unseen:  # only the lower rank of a pair warns
         logger.warning(
-            "between rank %d and ranks %s there are no signs of life from below Python: %s. A library that keeps "
-            "Python's lock on one of them for longer than HVDKIT_TIMEOUT_SECONDS ends the job.",
-            rank, unseen, problem or "they could not be connected, see whether a firewall closes ports",
+            "rank %d and ranks %s cannot exchange signs of life while Python is blocked: %s. If a library keeps "
+            "Python's lock (GIL) on one of these ranks for longer than HVDKIT_TIMEOUT_SECONDS, the job ends.",
+            rank, unseen, problem or "they could not be connected; check whether a firewall closes ports",
         )  # fmt: skip
     return connections
 

@@ -36,8 +36,8 @@ from hvdkit.transports.security.store import pause
 from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
 STRANGERS = (
-    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if they have it, somebody else is on this network, "
-    "see SECURITY.md."
+    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if all have the same file, somebody else is on this "
+    "network, see SECURITY.md."
 )
 NEVER = timedelta(days=3650)  # Gloo breaks every connection when a wait times out; deadlines are the engine's, per peer
 _ADDRESS = struct.Struct("<46sH")  # host and port
@@ -67,7 +67,7 @@ def admit(
     TransportUnavailableError or AuthenticationError that names ranks which did not come, or do not know the secret.
     """
     authenticator = Authenticator(world.rank, credentials)
-    late = f"rank {world.rank} was not answered by the store where the ranks meet.\n{STOPPED}"
+    late = f"rank {world.rank} got no reply from the store where the ranks meet.\n{STOPPED}"
     try:
         with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
             attempt = _Attempt(store, world, new_nonce(), address, authenticator)
@@ -77,7 +77,7 @@ def admit(
     except RuntimeError as error:
         raise TransportUnavailableError(
             f"rank {world.rank} lost the store where the ranks meet: {str(error).splitlines()[0]}\n"
-            "HINT: see what rank 0 printed, and the launcher; whoever serves the store has ended."
+            "HINT: the process that serves the store has ended; see what rank 0 and the launcher printed."
         ) from error
     introductions = [authenticator.introduction(rank, word) for rank, word in enumerate(words)]
     job = credentials or Credentials(b"", world.job, generation)
@@ -113,14 +113,14 @@ class Authenticator:
         """Return the value, of ``nbytes``, of a rank's word. Raises AuthenticationError that names the rank."""
         if self._credentials is None:
             if len(word) != nbytes:
-                raise AuthenticationError(f"rank {rank} asks for a secret that rank {self._me} has not.\n{STRANGERS}")
+                raise AuthenticationError(f"rank {rank} asks for a secret that rank {self._me} lacks.\n{STRANGERS}")
             return word
         try:
             value = self._credentials.unseal(label, word)
         except NotAuthenticError:
             value = b""
         if len(value) != nbytes:
-            raise AuthenticationError(f"who says to be rank {rank} does not know the job's secret.\n{STRANGERS}")
+            raise AuthenticationError(f"a peer claiming to be rank {rank} does not know the job's secret.\n{STRANGERS}")
         return value
 
 
@@ -156,9 +156,9 @@ class _Attempt:
         # A rank 0 that was taken for dead, and has a successor already, must not take ranks from the successor.
         if self._store.get(LEADER) != leader_word:
             raise TransportUnavailableError(
-                "another process has come as rank 0 of this job, so this attempt to start it is over.\n"
-                "HINT: if no launcher started the job anew meanwhile, two jobs meet at the same place: give each a "
-                "MASTER_PORT, or HVDKIT_JOB, of its own."
+                "another process has come as rank 0 of this job, so this attempt to start the job is over.\n"
+                "HINT: if no launcher has restarted the job meanwhile, two jobs meet at the same place: give each job "
+                "its own MASTER_PORT or HVDKIT_JOB."
             )
         attempt_store.set(ANSWER, self._authenticator.seal(ANSWER, digest(words)))
         return attempt_store, words
@@ -201,7 +201,7 @@ class _Attempt:
     def _late(self, ranks: list[int], timeout_seconds: float) -> TransportUnavailableError:
         return TransportUnavailableError(
             f"rank {self._world.rank} waited {timeout_seconds:g} s for all {self._world.size} ranks; missing: {ranks}\n"
-            "HINT: see what those ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
+            "HINT: see what these ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
         )
 
 
@@ -243,7 +243,7 @@ def prove(group: Any, rank: int, peer: int, session: Credentials, tag: int, conn
     for work in (sent, received):
         work.wait(NEVER)
     if not hmac.compare_digest(peers.tobytes(), session.shown_by(peer, to=rank)):
-        raise AuthenticationError(f"who is connected as rank {peer} does not know the job's secret.\n{STRANGERS}")
+        raise AuthenticationError(f"the peer connected as rank {peer} does not know the job's secret.\n{STRANGERS}")
 
 
 class SealedStore(Store):
@@ -265,7 +265,7 @@ class SealedStore(Store):
             return self._credentials.unseal(f"{self._prefix}/{key}", self._bare.get(key))
         except NotAuthenticError:
             raise AuthenticationError(
-                f"what is at {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
+                f"the value of {key!r} in the store where the ranks meet was not written by a rank.\n{STRANGERS}"
             ) from None
 
     def check(self, keys: list[str]) -> bool:

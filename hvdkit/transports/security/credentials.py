@@ -77,7 +77,7 @@ def initiate(session: Credentials, me: int, peer: int, send: Callable[[bytes], o
     send(_HELLO.pack(me, nonce))
     peers_nonce, proof = _ANSWER.unpack((yield ANSWER_BYTES))
     if not hmac.compare_digest(proof, _proof(session, "connected to", me, peer, nonce, peers_nonce)):
-        raise NotAuthenticError("who answers in its place does not know the session's secret")
+        raise NotAuthenticError("a process that answers in its place does not know the session's secret")
     send(_proof(session, "connects", me, peer, nonce, peers_nonce))
 
 
@@ -93,5 +93,5 @@ def respond(
     send(_ANSWER.pack(nonce, _proof(session, "connected to", rank, me, peers_nonce, nonce)))
     proof = yield PROOF_BYTES
     if not hmac.compare_digest(proof, _proof(session, "connects", rank, me, peers_nonce, nonce)) or rank >= size:
-        raise NotAuthenticError(f"who connected as rank {rank} is none of this session")
+        raise NotAuthenticError(f"the process that connected as rank {rank} does not belong to this session")
     return int(rank)

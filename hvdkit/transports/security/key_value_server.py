@@ -95,8 +95,9 @@ class KeyValueServer(ThreadingHTTPServer):
             self._refused.add(address)
             # At once: Horovod ends a rank that is refused, and this job with it.
             logger.warning(
-                "rank 0 refused a client at %s, which is no address of the job's hosts, where the ranks of Horovod's "
-                "engine meet. If it is a rank behind a translation of addresses, set HVDKIT_TRANSPORT=torch or mpi.",
+                "rank 0 refused a client at %s where the ranks of Horovod's engine meet, since no host of the job has "
+                "this address. If the client is a rank behind network address translation (NAT), set "
+                "HVDKIT_TRANSPORT=torch or mpi.",
                 address,
             )
         return False

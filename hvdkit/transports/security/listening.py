@@ -38,7 +38,7 @@ def addresses_for(world: World) -> list[str]:
     except LookupError as error:
         raise TransportUnavailableError(
             f"rank {world.rank}: {error.args[0]}\n"
-            "HINT: GLOO_SOCKET_IFNAME or --network-interfaces names the interface; correct it, or leave it away."
+            "HINT: GLOO_SOCKET_IFNAME or --network-interfaces names the interface; correct it, or leave it out."
         ) from error
 
 
@@ -51,7 +51,7 @@ def meeting_addresses(world: World, host: str) -> tuple[str, str]:
         stands_for = addresses_of(host)
     except OSError as error:
         raise TransportUnavailableError(
-            f"rank {world.rank} does not know the host {host!r} where the ranks shall meet: {error}\n"
+            f"rank {world.rank} does not know the host {host!r} where the ranks should meet: {error}\n"
             "HINT: MASTER_ADDR, or the first host of the job, must be a name or an address that all hosts know."
         ) from error
     own = [address for address in stands_for if is_own(address)]

@@ -97,7 +97,7 @@ def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeou
     try:
         _stores[key] = connect(session, me, (host, rendezvous.port), timeout_seconds)
     except AuthenticationError as error:
-        text = str(error) if secret is not None else f"rank 0 asks for a secret that rank {world.rank} has not."
+        text = str(error) if secret is not None else f"rank 0 asks for a secret that rank {world.rank} lacks."
         raise AuthenticationError(f"{text}\n{STRANGERS}") from None
     except OSError as error:
         raise _unreached(world, rendezvous, timeout_seconds, error) from error
@@ -113,7 +113,7 @@ def refused_ranks(world: World) -> list[int]:
 def _agents_store(world: World, rendezvous: Rendezvous, timeout_seconds: float) -> Any:
     timeout = timedelta(seconds=timeout_seconds)
     address = f"{rendezvous.host}:{rendezvous.port}"
-    late = f"rank {world.rank} was not answered by the store at {address}, of the launcher.\n{STOPPED}"
+    late = f"rank {world.rank} got no reply from the launcher's store at {address}.\n{STOPPED}"
     try:
         with ends_process_after(timeout_seconds + LONGEST_ANSWER_SECONDS, late):
             return TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -148,7 +148,7 @@ def rendezvous_by_mpi(world: World, meeting: object, timeout_seconds: float) -> 
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
         message[:] = (label + words.encode())[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
-    late = f"rank {world.rank} waited {timeout_seconds:g} s for MPI to bring rank 0's meeting place.\n{STOPPED}"
+    late = f"rank {world.rank} waited {timeout_seconds:g} s for MPI to send the address of rank 0.\n{STOPPED}"
     with ends_process_after(timeout_seconds, late):
         if world.rank == 0:
             sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, ADDRESS_TAG) for rank in world.launched[1:]]
@@ -169,8 +169,8 @@ def _parsed_rendezvous(words: bytes) -> Rendezvous:
         return Rendezvous("tcp", host, int(port))
     except ValueError:
         raise TransportUnavailableError(
-            f"where rank 0 should say where its store is, there is {words[:80]!r}\n"
-            "HINT: another program wrote there; give the ranks an HVDKIT_SECRET_FILE, see SECURITY.md."
+            f"expected the address of rank 0's store, got {words[:80]!r}\n"
+            "HINT: another program wrote this; give the ranks an HVDKIT_SECRET_FILE, see SECURITY.md."
         ) from None
 
 
@@ -199,7 +199,7 @@ def _rendezvous_by_http(
             return _parsed_rendezvous(words if credentials is None else credentials.unseal(ADDRESS_LABEL, words))
         except NotAuthenticError:
             raise AuthenticationError(
-                f"what is at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"
+                f"the text at {url} was not written by a rank that knows the secret of rank {world.rank}.\n"
                 "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; see SECURITY.md."
             ) from None
         except OSError as error:

@@ -251,7 +251,7 @@ def connect(session: Credentials, me: int, address: tuple[str, int], timeout_sec
                 unless_connected.pop_all()
                 return RendezvousStore(connection, timeout_seconds)
             except NotAuthenticError:
-                raise AuthenticationError("who says to be rank 0 does not know the job's secret.") from None
+                raise AuthenticationError("a peer claiming to be rank 0 does not know the job's secret.") from None
             except OSError:
                 if monotonic() > deadline:
                     raise

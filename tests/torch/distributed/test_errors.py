@@ -344,7 +344,7 @@ def test_a_receive_from_any_rank_ends_when_all_have_left() -> None:
     assert [other for other, _ in others] == [0, 0]
     assert status == 1
     assert re.search(
-        r"PeerLostError: receive from ranks \[1, 2\].*all of them have left the job, rank [12] last", output
+        r"PeerLostError: receive from ranks \[1, 2\].*all senders have left the job, rank [12] last", output
     )
 
 
