@@ -3,9 +3,10 @@
     python benchmarks/accuracy.py
     python benchmarks/accuracy.py --rounds 1 --epochs 5 --peers none int8         # a quick look
 
-Trains the network of examples/pytorch_digits.py. All ranks encode their own gradients ("everywhere"), of the tensors
-that codecs are for unless one says otherwise: not of biases and small ones. A round is a seed of the weights and of the
-order of the images; a job trains all of a codec's. dgc has the momentum in the codec, the others in SGD.
+The script trains the network of examples/pytorch_digits.py. All ranks encode their own gradients ("everywhere"), but
+only of the tensors that codecs encode by default, not of biases and small tensors. A round is a seed of the weights and
+of the order of the images; a job trains with all seeds of a codec. dgc has the momentum in the codec, the other codecs
+have it in SGD.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jobs import Peer
 
 DENSE = "none"
 MOMENTUM = 0.9
-# How many points below fp32 a codec may end.
+# The most points by which a codec may end below fp32.
 MOST_POINTS = 0.5
 CASTS = ("none", "fp16", "bf16")
 
@@ -37,8 +38,8 @@ def parse_arguments() -> argparse.Namespace:
     common.add_common_flags(parser, rounds=5)
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one rank; scaled by their number")
-    parser.add_argument("--warmup-epochs", type=float, default=3, help="epochs until the rate is at its full size")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of 1 rank; scaled by the number of ranks")
+    parser.add_argument("--warmup-epochs", type=float, default=3, help="epochs until the learning rate is highest")
     parser.add_argument("--compression", choices=training.CODECS, default=DENSE, help=argparse.SUPPRESS)
     return common.parse(parser)
 
@@ -49,7 +50,7 @@ def contestants() -> list[Peer]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs: the accuracy of each seed."""
+    """Train with each seed on a rank, and report the accuracies and losses."""
     import torch
 
     import hvdkit.torch as hvd
@@ -63,7 +64,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, hvd: Any, seed: int) -> dict[str, float]:
-    """Accuracy on the test images in percent, and the last loss, of one training."""
+    """Train once, and return the accuracy on the test images in percent and the mean loss of the last epoch."""
     import torch
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
@@ -104,7 +105,7 @@ def train(args: argparse.Namespace, hvd: Any, seed: int) -> dict[str, float]:
 
 
 def codec(name: str, hvd: Any, steps_per_epoch: int) -> Any:
-    """The codec, on ranks of one node too."""
+    """Return the codec, set to encode between ranks of one node, too."""
     if name in CASTS:
         return training.codec(hvd, name)
     more = {"compress": "everywhere"} | ({"steps_per_epoch": steps_per_epoch} if name == "dgc" else {})
@@ -112,7 +113,7 @@ def codec(name: str, hvd: Any, steps_per_epoch: int) -> Any:
 
 
 def summarise(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """One entry per codec: the mean accuracy, how far it is from fp32 with the same seeds, and how sure that is."""
+    """Return an entry per codec: the mean accuracy, and its distance from fp32 with that distance's standard error."""
     summary = []
     for name, runs in found.items():
         accuracies = np.array([one["accuracy"] for one in runs])
@@ -175,7 +176,7 @@ def draw(summary: Sequence[dict[str, Any]]) -> Any:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: a job for each codec, then the table."""
+    """Run the script itself: a job for each codec, then the table."""
     peers = common.chosen(contestants(), args.peers)
     names = ("rounds", "epochs", "batch_size", "lr", "warmup_epochs", "threads")
     flags = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(args, name))]

@@ -3,10 +3,10 @@
     python benchmarks/allreduce.py
     python benchmarks/allreduce.py --rounds 1 --largest 1048576        # a quick look
 
-A call's time is that of the rank that took longest. hvdkit and Horovod return a new tensor, as hvd.allreduce does;
-mpi4py writes into a second buffer that is kept; "in place" and Gloo write the sum into their input. "memory" is no
-allreduce but a bound: all ranks at once copy as many bytes from one warm array to another, once. "fusion buffer" is
-what gradients go through, memory that the ranks share, and "one pass" is the bound for that.
+The time of a call is that of its slowest rank. hvdkit and Horovod return a new tensor, as hvd.allreduce does. mpi4py
+writes into a second buffer that is kept. "in place" and Gloo write the sum into their input. "memory" is no allreduce
+but a bound: all ranks at once copy as many bytes from one warm array to another, once. "fusion buffer" is the memory
+that the ranks share for their gradients, and "one pass" is the bound for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def sizes(smallest: int, largest: int) -> list[int]:
-    """From the smallest, each four times the one before, 100 MB, and the largest."""
+    """Return the smallest size, sizes that are each four times the size before, 100 MB, and the largest size."""
     found = [smallest]
     while found[-1] * 8 <= largest:
         found.append(found[-1] * 4)
@@ -97,7 +97,7 @@ def open_mpi4py(inplace: bool) -> Opened:
 
 
 def open_mpi4py_two_links(inplace: bool) -> Opened:
-    """As hvdkit has Open MPI: with two TCP connections for each pair of ranks."""
+    """Open mpi4py with Open MPI set up as hvdkit does: with two TCP connections for each pair of ranks."""
     from hvdkit.environments.libraries import use_the_wire_both_ways
 
     use_the_wire_both_ways()
@@ -117,7 +117,7 @@ def open_gloo(inplace: bool) -> Opened:
 
 
 def open_memory(inplace: bool) -> Opened:
-    """The first call of a size allocates, warms and meets the other ranks; the others copy."""
+    """Open the bound "memory". The first call of a size allocates, warms and meets the other ranks; later ones copy."""
     gloo = open_gloo(inplace)
     kept: dict[int, tuple[Any, Any]] = {}
 
@@ -135,7 +135,7 @@ def open_shared(name: str, inplace: bool) -> Opened:
     return Opened(*getattr(importlib.import_module("fusion"), name)())
 
 
-# What a rank of each worker opens.
+# The functions that open a peer on a rank, by the name of the worker.
 WORKERS: dict[str, Callable[[bool], Opened]] = {
     "hvdkit": functools.partial(open_horovod, "hvdkit"),
     "horovod": functools.partial(open_horovod, "horovod"),
@@ -162,7 +162,7 @@ def contestants() -> list[Peer]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs: seconds of every call, by size."""
+    """Run the calls on a rank, and report the seconds of every call, by size."""
     import torch
 
     torch.set_num_threads(args.threads)
@@ -191,18 +191,18 @@ def name_of(size: int) -> str:
 
 
 def worker_flags(args: argparse.Namespace, smallest: int, largest: int) -> list[Any]:
-    """What a rank has to be told."""
+    """Return the flags that a rank needs."""
     flags = ["--threads", args.threads, "--calls", args.calls, "--volume", args.volume]
     return [*flags, "--smallest", smallest, "--largest", largest]
 
 
 def slowest(reports: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Seconds of each call on the rank that took longest, by size."""
+    """Return the seconds of each call on its slowest rank, by size."""
     return {size: np.max([one[size] for one in reports], axis=0).tolist() for size in reports[0]}
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: rounds of jobs, then the table."""
+    """Run the script itself: rounds of jobs, then the table."""
     peers = common.chosen(contestants(), args.peers)
     flags = worker_flags(args, args.smallest, args.largest)
 
@@ -236,7 +236,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def draw(summary: list[dict[str, Any]], names: list[str]) -> Any:
-    """A line per peer; the same peer in place has the same colour, dashed, and the bound is dotted."""
+    """Draw a line per peer. The same peer in place has a dashed line of the same colour; bounds are dotted."""
     plt = common.pyplot()
     figure, axes = plt.subplots(figsize=(9, 6))
     plain = [name for name in dict.fromkeys(name.removesuffix(" in place") for name in names) if name not in BOUNDS]

@@ -1,4 +1,4 @@
-"""Which contestant of a training reached which loss when, next to DDP, and what came of the targets: pure functions."""
+"""Pure functions that compare when contestants of a training reach a loss, next to DDP, and judge the targets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import training
 from jobs import Peer
 
 DDP, OWN_DENSE = training.DDP, "hvdkit none"
-# Who sends all gradients in fp32, by the optimizer's turn; and what others are measured by.
+# The contestants that send all gradients in fp32, with AdamW first, then with SGD.
 DENSE_DDP = (DDP, f"{DDP} SGD")
 DENSE = (*DENSE_DDP, OWN_DENSE, f"{OWN_DENSE} SGD")
+# The references for the times of all contestants.
 FP32, FP16_HOOK, BEST_HOOK = "DDP fp32", "DDP's fp16 hook", "DDP's best hook"
 COMPARED = (FP32, FP16_HOOK, BEST_HOOK)
 HOOKS = (f"{DDP} fp16", f"{DDP} bf16", f"{DDP} PowerSGD")
 GOALS = ("dense", "common")
-# The targets: at a rate in Gb/s how many times sooner than DDP and than its hooks; how far in % from dense at most.
+# The targets: how many times sooner than DDP and its hooks, by the rate in Gb/s; the largest loss above dense, in %.
 SOONER = {1.0: {FP32: 2.0, FP16_HOOK: 1.4, BEST_HOOK: 1.4}, 0.2: {FP32: 6.0, FP16_HOOK: 3.0, BEST_HOOK: 3.0}}
 FARTHEST = {
     **dict.fromkeys(("int8", "fp16", "bf16"), 0.5),
@@ -29,12 +30,12 @@ FARTHEST = {
 
 
 def final(run: dict[str, Any]) -> float:
-    """The last loss of a run; NaN if it diverged."""
+    """Return the last loss of a run; NaN if it diverged."""
     return math.nan if run["diverged"] else run["curve"]["loss"][-1]
 
 
 def seconds_to(run: dict[str, Any], loss: float | None) -> float | None:
-    """When a run first has the loss, on a line between its evaluations; None if it never does."""
+    """Return the seconds until a run first has the loss, interpolated between evaluations. None if it never has it."""
     curve = [pair for pair in zip(run["curve"]["seconds"], run["curve"]["loss"], strict=True) if pair[1] is not None]
     if loss is None or run["diverged"]:
         return None
@@ -45,25 +46,25 @@ def seconds_to(run: dict[str, Any], loss: float | None) -> float | None:
 
 
 def groups(peers: Sequence[Peer]) -> list[list[str]]:
-    """The names of those that train with AdamW and with SGD: only losses of one optimizer can be compared."""
+    """Return the peers' names in a group for AdamW and one for SGD: only losses of one optimizer can be compared."""
     found = [[peer.name for peer in peers if ("sgd" in peer.flags) == sgd] for sgd in (False, True)]
     return [names for names in found if names]
 
 
 def first(names: Sequence[str], wanted: Sequence[str]) -> str | None:
-    """The first of the wanted that is there."""
+    """Return the first of the wanted names that is among ``names``, or None."""
     return next((name for name in wanted if name in names), None)
 
 
 def goals(one: dict[str, Any], names: Sequence[str], tolerance: float) -> dict[str, float | None]:
-    """The losses that the contestants of a group are to reach in a round."""
+    """Return the losses that the contestants of a group are to reach in a round."""
     dense, finals = first(names, DENSE), [final(one[name]) for name in names if not one[name]["diverged"]]
     aim = None if dense is None or one[dense]["diverged"] else final(one[dense]) * (1 + tolerance / 100)
     return {"dense": aim, "common": max(finals, default=None)}
 
 
 def arrivals(one: dict[str, Any], names: Sequence[str], loss: float | None) -> dict[str, float]:
-    """Seconds to a loss, of those in a round that reach it; and of what others are measured by: DDP, its best hook."""
+    """Return the seconds to a loss, of the contestants that reach it in a round and of the references in COMPARED."""
     found = {name: seconds for name in names if (seconds := seconds_to(one[name], loss)) is not None}
     hooks = [found[hook] for hook in HOOKS if hook in found]
     compared = {FP32: first(list(found), DENSE_DDP), FP16_HOOK: first(list(found), HOOKS[:1])}
@@ -72,7 +73,7 @@ def arrivals(one: dict[str, Any], names: Sequence[str], loss: float | None) -> d
 
 
 def summarise(names: Sequence[str], rounds: Sequence[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
-    """One entry per contestant of a group: its loss, seconds to each goal, and DDP's as multiples of these."""
+    """Return an entry per contestant of a group: its loss, seconds to each goal, and the references' over these."""
     dense = first(names, DENSE)
     losses = [goals(one, names, tolerance) for one in rounds]
     reached = {
@@ -91,7 +92,7 @@ def summarise(names: Sequence[str], rounds: Sequence[dict[str, Any]], tolerance:
                 "percent_from_dense": _median(far),
                 "milliseconds": common.spread(value for run in runs for value in run["milliseconds"]),
                 "wire_bytes": _median([float(np.mean(run["wire_bytes"])) for run in runs]),
-                # Only of what is reached in all rounds.
+                # None for a goal that is not reached in all rounds.
                 "seconds_to": {
                     goal: _median(some) if len(some) == len(runs) else None for goal, some in seconds.items()
                 },
@@ -109,7 +110,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def verdicts(gigabits: float, summary: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was aimed at and what came of it: None where it was not measured."""
+    """Return the targets with their measured values and verdicts: None if a target was not measured."""
     found = []
     for (other, aim), goal in itertools.product(SOONER.get(gigabits, {}).items(), GOALS):
         ratios = {

@@ -3,10 +3,10 @@
     python benchmarks/beside.py
     python benchmarks/beside.py --blocks 4 --models words        # a quick look
 
-Jobs that follow each other, as those of step.py, differ by more than what is to be seen here where a machine has other
-guests. So each rank has a copy of the model for each contestant, and all ranks go from one to the next together, in
-another order each time; ratios are within a turn. "alone with a barrier" waits for the other ranks after each step.
-"CPU" is the processor's time of a rank and step over that of the step alone.
+On a machine with other guests, successive jobs as in step.py differ by more than the effects that are to be measured
+here. So each rank has a copy of the model for each contestant. All ranks go from contestant to contestant together, in
+another order each turn; ratios are within a turn. "alone with a barrier" waits for the other ranks after each step.
+"CPU ms over alone" is the CPU time of a rank and step, minus that of the step alone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     common.add_common_flags(parser, rounds=2)
     models = ["words", "words-adamw", "convolution", "tensors"]
-    parser.add_argument("--models", nargs="+", choices=list(training.MODELS), default=models, help="what is trained")
+    parser.add_argument("--models", nargs="+", choices=list(training.MODELS), default=models, help="models to train")
     parser.add_argument("--model", choices=training.MODELS, default="words", help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, default=12, help="turns of each contestant and job")
-    parser.add_argument("--block", type=int, default=3, help="steps of a turn that are timed, after one that is not")
+    parser.add_argument("--block", type=int, default=3, help="timed steps of a turn, after an untimed step")
     parser.add_argument("--batch-size", type=int, default=4, help="transformers: sequences per rank and step")
     parser.add_argument("--images", type=int, default=8, help="convolution: images per rank and step")
     parser.add_argument("--pixels", type=int, default=64, help="convolution: height and width of an image")
@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def trainers(args: argparse.Namespace, hvd: Any) -> dict[str, tuple[Callable[[], None], Any]]:
-    """A function that trains for one step, for each contestant, and its model."""
+    """Return for each contestant a function that trains for one step, and the model."""
     import models
     import torch
     import torch.distributed as dist
@@ -76,7 +76,7 @@ def trainers(args: argparse.Namespace, hvd: Any) -> dict[str, tuple[Callable[[],
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs: seconds, and seconds of the processor, of the steps of each turn."""
+    """Run the turns on a rank, and report the seconds and CPU seconds of a step in each turn."""
     if args.staged:
         os.environ["HVDKIT_ARENA"] = "0"
     import torch
@@ -97,7 +97,7 @@ def work(args: argparse.Namespace) -> None:
         turn = {}
         for name in order.sample(CONTESTANTS, len(CONTESTANTS)):
             step, _ = steps[name]
-            step()  # what the one before left in caches, and on its way, is not this one's
+            step()  # untimed: caches and messages of the contestant before do not count
             dist.barrier()
             seconds = []
             for _ in range(args.block):
@@ -117,7 +117,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def digest(reports: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
-    """Milliseconds, and those of the processor, of each turn and contestant, averaged over the ranks."""
+    """Return the milliseconds and CPU milliseconds of each turn and contestant, averaged over the ranks."""
     for name in (DDP, HVDKIT):
         if len({one["weights"][name] for one in reports}) > 1:
             raise RuntimeError(f"{name}: the ranks ended with different weights")
@@ -128,7 +128,7 @@ def digest(reports: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
 
 
 def summarise(turns: list[dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """One entry for each contestant."""
+    """Return an entry for each contestant."""
     wall = [{name: figures[0] for name, figures in turn.items()} for turn in turns]
     lost = {name: float(np.median([one[name] - one[ALONE] for one in wall])) for name in CONTESTANTS}
     return [
@@ -145,7 +145,7 @@ def summarise(turns: list[dict[str, list[float]]]) -> list[dict[str, Any]]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: rounds of jobs for each model, then the tables."""
+    """Run the script itself: rounds of jobs for each model, then the tables."""
     engines = [peer for peer in jobs.horovods() if peer.worker == "hvdkit"]
     engines.append(Peer(f"{engines[0].name} staged", "hvdkit", engines[0].launcher, ("--staged",)))
     peers = common.chosen(engines, args.peers)
@@ -155,7 +155,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, peers: list[Peer], model: str) -> dict[str, Any]:
-    """One model beside each engine."""
+    """Measure a model beside each engine, and print the tables."""
     names = ("threads", "blocks", "block", "batch_size", "images", "pixels")
     flags = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
     flags += ["--model", model]
@@ -179,7 +179,7 @@ HEADERS = ["", "ms/step", "efficiency (alone / this)", "ms lost", "of DDP's loss
 
 
 def row(one: dict[str, Any]) -> list[str]:
-    """An entry of ``summarise`` under HEADERS."""
+    """Return the cells of an entry of ``summarise``, in the order of HEADERS."""
     efficiency, processor, avoided = one["efficiency"], one["processor_over_alone"], one["share_of_ddps_loss_avoided"]
     return [
         one["peer"],
@@ -192,7 +192,7 @@ def row(one: dict[str, Any]) -> list[str]:
 
 
 def draw(results: dict[str, Any]) -> Any:
-    """A panel for each model, a bar for each contestant and engine."""
+    """Draw a panel for each model, with a bar for each contestant and engine."""
     plt = common.pyplot()
     figure, panels = plt.subplots(1, len(results), figsize=(4.5 * len(results), 4), squeeze=False)
     for axes, (model, result) in zip(panels[0], results.items(), strict=True):

@@ -1,4 +1,4 @@
-"""What every benchmark shares: peers in interleaved rounds, statistics, tables, flags, JSON and plots."""
+"""The shared parts of all benchmarks: peers in interleaved rounds, statistics, tables, flags, JSON and plots."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from tqdm import tqdm
 
 RESULTS = Path(__file__).resolve().parent / "results"
 USUAL_RANKS = 2
+KERNEL_FLAGS = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "asimd", "asimdhp", "sve"}
 
 
 def run_rounds(
     peers: Sequence[Peer], rounds: int, job: Callable[[Peer], Any]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Every peer's job once a round, in an order of its own each round, so that a slow minute hits all alike.
+    """Run the job of each peer once a round, in another order each round, so that a slow minute hits all alike.
 
-    Returns the rounds, each a result per peer, and the errors of peers that failed; those are left out of all rounds.
+    Return the rounds, each with a result per peer, and the errors of the peers that failed. No round has a peer that
+    failed in any round.
     """
     results: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
     shuffled = random.Random(0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a job that runs is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the running job, too
     with tqdm(total=rounds * len(peers), unit="job") as bar:
         for turn in range(rounds):
             results.append({})
@@ -55,14 +57,14 @@ def run_rounds(
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, quartiles, 90th percentile and count."""
+    """Return the median, the quartiles, the 90th percentile and the count."""
     data = np.asarray(list(values), dtype=float)
     q1, median, q3, p90 = np.quantile(data, [0.25, 0.5, 0.75, 0.9])
     return {"median": median, "q1": q1, "q3": q3, "p90": p90, "n": len(data)}
 
 
 def paired_ratio(rounds: Sequence[dict[str, float]], numerator: str, denominator: str) -> dict[str, float] | None:
-    """The ratio of two peers in each round: its median, smallest and largest. None where either has no figures."""
+    """Return the ratio of two peers by round: its median, smallest and largest. None if no round has both peers."""
     ratios = [one[numerator] / one[denominator] for one in rounds if numerator in one and denominator in one]
     if not ratios:
         return None
@@ -74,7 +76,7 @@ def show_ratio(ratio: dict[str, float] | None) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table that also reads well in a terminal; the first column is flush left, the others right."""
+    """Return a Markdown table that also reads well in a terminal. The first column is flush left, the others right."""
     cells = [list(headers), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
 
@@ -97,6 +99,25 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def _cpu_flags() -> list[str]:
+    """Return the features of an x86 or ARM CPU on which the kernels depend."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return sorted(set(line.split(":", 1)[1].split()) & KERNEL_FLAGS)
+    return []
+
+
+def _commit() -> str | None:
+    """Return the commit of this checkout; "+" marks changes of hvdkit that are not committed. None without git."""
+    git = ["git", "-C", str(jobs.ROOT)]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "hvdkit"], capture_output=True, text=True, check=True)
+        return commit.stdout.strip() + "+" * bool(changes.stdout)
+    return None
+
+
 def _version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
@@ -112,12 +133,13 @@ def _mpi_library() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that the figures hold for."""
+    """Return the machine, the versions and the commit that the figures hold for."""
     import hvdkit
 
     packages = ("torch", "numpy", "mpi4py", "horovod")
     return {
         "cpu": _cpu_model(),
+        "cpu_flags": _cpu_flags(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
@@ -126,13 +148,14 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "hvdkit": hvdkit.__version__,
+        "commit": _commit(),
         "mpi": _mpi_library(),
         **{package: _version(package) for package in packages},
     }
 
 
 def add_common_flags(parser: argparse.ArgumentParser, rounds: int, ranks: bool = True) -> None:
-    """Flags of all benchmarks that run jobs, and the two hidden ones that turn the script into a worker."""
+    """Add the flags of all benchmarks that run jobs, and two hidden flags that turn the script into a worker."""
     if ranks:
         parser.add_argument("--ranks", type=int, default=USUAL_RANKS, help="processes of each job")
     parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
@@ -145,11 +168,11 @@ def add_common_flags(parser: argparse.ArgumentParser, rounds: int, ranks: bool =
 
 
 def add_output_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where JSON and plot are written")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="folder for JSON file and plot")
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments. Ends the script, with the reason, where the hvdkit that it would measure has no native kernels."""
+    """Return the arguments. Exit with the reason if the hvdkit that is to be measured has no native kernels."""
     arguments = parser.parse_args()
     starts_ranks = hasattr(arguments, "worker")
     if not (starts_ranks and arguments.worker):
@@ -160,7 +183,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def chosen(peers: Sequence[Peer], names: Sequence[str] | None) -> list[Peer]:
-    """The peers that ``--peers`` names, or all."""
+    """Return the peers that ``--peers`` names, or all peers. Exit if it names an unknown peer."""
     unknown = sorted(set(names or []) - {peer.name for peer in peers})
     if unknown:
         raise SystemExit(
@@ -170,12 +193,12 @@ def chosen(peers: Sequence[Peer], names: Sequence[str] | None) -> list[Peer]:
 
 
 def colour(name: str) -> str:
-    """hvdkit's bars differ from all others'."""
+    """Return the colour of a peer's bar: blue for hvdkit, orange for all other peers."""
     return "tab:blue" if name.startswith("hvdkit") else "tab:orange"
 
 
 def pyplot() -> Any:
-    """matplotlib without a screen."""
+    """Return matplotlib.pyplot, which draws without a screen."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -184,8 +207,11 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def save(name: str, args: argparse.Namespace, payload: dict[str, Any], figure: Any) -> None:
-    """Write ``<name>.json`` and ``<name>.png`` and say where; another number of ranks than usual is in the name."""
+def save(name: str, args: argparse.Namespace, payload: dict[str, Any], figure: Any = None) -> None:
+    """Write ``<name>.json``, and ``<name>.png`` of a ``figure``, and print their paths.
+
+    The file names contain the number of ranks if it is not the usual number.
+    """
     args.output.mkdir(parents=True, exist_ok=True)
     hidden = {"worker", "report", "output"}
     document = {
@@ -198,13 +224,16 @@ def save(name: str, args: argparse.Namespace, payload: dict[str, Any], figure: A
     ranks = getattr(args, "ranks", USUAL_RANKS)
     path = args.output / (f"{name}.json" if ranks == USUAL_RANKS else f"{name}_{ranks}_ranks.json")
     path.write_text(json.dumps(document, indent=1) + "\n")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-    print(f"\nwrote {os.path.relpath(path)} and {os.path.relpath(path.with_suffix('.png'))}")
+    written = [path]
+    if figure is not None:
+        written.append(path.with_suffix(".png"))
+        figure.tight_layout()
+        figure.savefig(written[-1], dpi=150)
+    print(f"\nwrote {' and '.join(os.path.relpath(each) for each in written)}")
 
 
 def finish(errors: dict[str, str]) -> None:
-    """Exit with 1 if one of hvdkit's own jobs failed; a peer that failed is only left out."""
+    """Exit with status 1 if one of hvdkit's own jobs failed. Another peer that failed is only left out."""
     own = [name for name in errors if name.startswith("hvdkit")]
     if own:
         raise SystemExit(f"failed: {', '.join(own)}")

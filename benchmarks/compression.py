@@ -1,11 +1,11 @@
-"""What codecs cost on one core: encode and decode of each, next to a copy in memory and to torch and numpy.
+"""The cost of codecs on one core: encode and decode of each, next to a copy in memory and to torch and numpy.
 
     python benchmarks/compression.py
     python benchmarks/compression.py --elements 1e6 --rounds 5         # a quick look
 
 "copy" is np.copyto and "add" is a += b, of as many float32 numbers between warm arrays: the bounds of memory. A codec
-encodes another gradient each step, so that residuals and carried thresholds are as in training; "feedback" is with a
-residual, "decode" adds what was decoded to an array. "fresh" casts write into memory that was just taken, the others
+encodes another gradient each step, so that residuals and carried thresholds are as in training. "feedback" is with a
+residual. "decode" adds the decoded numbers to an array. "fresh" casts write into newly allocated memory, other casts
 into memory that is kept. dgc includes its momentum. Each operation runs once a round, in another order each round.
 """
 
@@ -29,11 +29,11 @@ from hvdkit.compression import CASTS, DGC, CodecState, Int4, Int8, OneBit, Paylo
 COPY, ADD = "copy", "add"
 RATIO = 0.01
 BLOCK = 256
-RANKS = 2  # that dgc is told of
+RANKS = 2  # the number that dgc is given
 WARM = 2  # steps of each operation before the timed ones
-# Elements by which gradients of two steps are at most shifted.
+# The places in a longer array, 16 elements apart, at which the gradient of a step can begin.
 SHIFTS = 1 << 16
-# The targets: of 25 million values the largest in 15 ms and 20 times faster than torch; dense codecs in two copies.
+# The targets: top-k of 25 million values in 15 ms, 20 times as fast as torch; dense codecs in the time of two copies.
 TARGET_MS_PER_ELEMENT = 15 / 25e6
 TARGET_SPEEDUP = 20
 TARGET_COPIES = 2
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--elements", type=float, default=25e6, help="float32 numbers in a gradient")
     parser.add_argument("--rounds", type=int, default=15, help="rounds; each runs every operation once")
-    parser.add_argument("--settle", type=int, default=60, help="steps before the timed ones of codecs with feedback")
+    parser.add_argument("--settle", type=int, default=60, help="untimed first steps of codecs with feedback")
     parser.add_argument("--kinds", nargs="+", choices=list(GRADIENTS), default=list(GRADIENTS), help="distributions")
     common.add_output_flag(parser)
     return common.parse(parser)
@@ -62,7 +62,7 @@ def normal(count: int, generator: np.random.Generator) -> Array:
 
 
 def heavy_tailed(count: int, generator: np.random.Generator) -> Array:
-    """Student's t with 3 degrees of freedom: the largest 1% are two to three times as far out as normal ones."""
+    """Draw Student's t with 3 degrees of freedom: its largest 1% are two to three times as far out as normal ones."""
     return (generator.standard_t(3, count) * 1e-3).astype(np.float32)
 
 
@@ -71,9 +71,9 @@ GRADIENTS = {"normal": normal, "heavy-tailed": heavy_tailed}
 
 @dataclass(frozen=True)
 class Operation:
-    """Something to time: ``run`` takes a gradient and returns the bytes of its payload, None where it makes none.
+    """A timed operation: ``run`` takes a gradient and returns the bytes of its payload, or None if it makes none.
 
-    ``before`` is not timed. What ``settles`` runs for a while before: in the first steps residuals grow.
+    ``before`` is not timed. If ``settles``, untimed steps come first, because residuals grow in the first steps.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Operation:
 
 
 def aligned(nbytes: int) -> Array:
-    """Zeroed bytes at a multiple of 64."""
+    """Return zeroed bytes whose address is a multiple of 64."""
     memory = np.zeros(nbytes + 64, dtype=np.uint8)
     begin = -memory.ctypes.data % 64
     return memory[begin : begin + nbytes]
@@ -107,7 +107,7 @@ def checksum() -> Operation:
 
 
 def casts(name: str, out: Array) -> list[Operation]:
-    """Into memory that is kept, into fresh memory, and back."""
+    """Return the casts into memory that is kept, into fresh memory, and back."""
     cast = CASTS[name]
     payload = cast.encode(out).copy()
 
@@ -126,7 +126,7 @@ def casts(name: str, out: Array) -> list[Operation]:
 
 
 def codec(name: str, codec: PayloadCodec, out: Array, decodes: bool) -> list[Operation]:
-    """A codec over the steps of a training that go on through all rounds."""
+    """Return the operations of a codec, in a training whose steps go on through all rounds."""
     memory, payload = CodecState(out.size, codec.keeps), aligned(codec.most_bytes(out.size))
     written = payload
 
@@ -142,7 +142,7 @@ def codec(name: str, codec: PayloadCodec, out: Array, decodes: bool) -> list[Ope
     decoding = [Operation(f"hvdkit {name.removesuffix(' feedback')} decode", decode)] if decodes else []
     if not isinstance(codec, DGC):
         return [Operation(f"hvdkit {name}", encode, settles=codec.feedback), *decoding]
-    own = np.empty_like(out)  # dgc takes the gradient away from where it was
+    own = np.empty_like(out)  # dgc clears the gradient in place
 
     def prepare_and_encode(_: Array) -> int:
         codec.prepare(own, memory, RANKS)
@@ -173,7 +173,7 @@ def codecs(gradient: Array, out: Array) -> list[Operation]:
 
 
 def peers(count: int) -> list[Operation]:
-    """The same in torch and numpy, as one would write it."""
+    """Return the same operations in torch and numpy, as users would write them."""
     wanted = max(1, round(RATIO * count))
 
     def topk(gradient: Array) -> int:
@@ -208,7 +208,7 @@ def torch_casts(name: str, kept: torch.Tensor) -> list[Operation]:
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of every operation in every round."""
+    """Return the milliseconds of every operation in every round, a summary of them, and the targets."""
     count = max(1, int(args.elements) // 2048) * 2048
     base = GRADIENTS[kind](count + 16 * SHIFTS, np.random.default_rng(0))
     out = np.zeros(count, dtype=np.float32)
@@ -251,7 +251,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def targets(rounds: list[dict[str, float]], count: int) -> list[dict[str, Any]]:
-    """What was aimed at and what came of it."""
+    """Return the targets with their measured values and verdicts."""
     topk = "hvdkit topk 1% feedback"
     milliseconds = float(np.median([one[topk] for one in rounds]))
     speedup = common.paired_ratio(rounds, "torch topk 1%", topk)
@@ -298,7 +298,7 @@ def show(kind: str, result: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any]) -> Any:
-    """A bar for each operation with its quartiles, and a line where the copy is."""
+    """Draw a bar for each operation with its quartiles, and a line at the time of the copy."""
     plt = common.pyplot()
     figure, panels = plt.subplots(1, len(results), figsize=(7.5 * len(results), 10), squeeze=False)
     for axes, (kind, result) in zip(panels[0], results.items(), strict=True):

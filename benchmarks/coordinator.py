@@ -1,10 +1,11 @@
-"""What rank 0 thinks for one named operation, by the number of ranks: no rank is started, messages are bytes in memory.
+"""The time of rank 0's coordinator for one named operation, by the number of ranks.
 
     python benchmarks/coordinator.py
     python benchmarks/coordinator.py --sizes 64 256        # a quick look
 
-One allreduce that is repeated: all other ranks' requests are decoded and taken, and the answers encoded for all ranks.
-What a network takes, and calls of a transport to send, are not in the figures.
+The operation is an allreduce that is repeated. The coordinator decodes and takes the requests of all other ranks,
+and encodes the answers for all ranks. No rank is started: messages are bytes in memory. The figures do not include the
+time of a network, nor a transport's calls to send.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ def parse_arguments() -> argparse.Namespace:
         description="Time of the coordinator for one operation", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024, 4096], help="ranks of the jobs")
-    parser.add_argument("--operations", type=int, default=50, help="operations that are timed, in each size")
+    parser.add_argument("--operations", type=int, default=50, help="timed operations of each size")
     common.add_output_flag(parser)
     return common.parse(parser)
 
 
 def operations(ranks: int, count: int) -> Iterable[float]:
-    """Seconds of each of ``count`` operations of a job of so many ranks."""
+    """Yield the seconds of each of ``count`` operations of a job of ``ranks`` ranks."""
     coordinator = Coordinator(ranks, THRESHOLD)
     for rank in range(1, ranks):
         coordinator.receive(rank, decode(encode(NewSignature(0, SIGNATURE))), 0.0)

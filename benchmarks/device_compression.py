@@ -1,11 +1,11 @@
-"""What codecs cost on a GPU, next to a copy of the gradient on the device: encoding, decoding, and a whole allreduce.
+"""The cost of codecs on a GPU, next to a copy of the gradient on the device: encoding, decoding, and a whole allreduce.
 
     python benchmarks/device_compression.py
     python benchmarks/device_compression.py --device cpu --elements 1e5 --rounds 3         # without a GPU: does it run?
 
-"whole" is an encoded allreduce but for the wire, with feedback: what would go to another rank comes back as it is. The
-rate is the bytes that must be moved at least, over the time, in parts of the rate of the copy, which reads and writes
-each byte once. A time is that of some calls in a row, by events of the GPU.
+"whole" is an encoded allreduce with feedback but without a wire: data for other ranks come back as they are. The rate
+is the least number of bytes that must be moved, divided by the time, as a fraction of the copy's rate. The copy reads
+and writes each byte once. A time is the mean of several calls in a row, by events of the GPU.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from hvdkit.transports.gpu.device_codecs import CODERS
 from hvdkit.transports.gpu.device_compression import DeviceMemory, Exchange, reduce_encoded
 
 COPY, TORCH_TOPK = "copy", "torch.topk, 1 %"
-COLUMNS = 1024  # of the matrices that powersgd takes the gradient for
+COLUMNS = 1024  # of the matrices into which powersgd shapes the gradient
 CALLS = 10  # in a row
-AHEAD_CYCLES = 4_000_000  # about 2 ms, in which the host launches them all
-PAYLOADS = {"int8": 1.0, "int4": 0.5, "onebit": 0.125, "topk": 0.08, "dgc": 0.008}  # bytes of an element, about
+AHEAD_CYCLES = 4_000_000  # about 2 ms, in which the host launches all calls
+PAYLOADS = {"int8": 1.0, "int4": 0.5, "onebit": 0.125, "topk": 0.08, "dgc": 0.008}  # approximate bytes per element
 
 
 class Operation(NamedTuple):
-    """What is timed, of a gradient and the number of the call, and the bytes that it moves for each element."""
+    """A timed function of a gradient and the number of the call, and the bytes that it moves for each element."""
 
     run: Callable[[Tensor, int], object]
     bytes_moved: float
 
 
 class Mirror:
-    """A process group of one rank, whose collectives return what they are given."""
+    """A process group of one rank, whose collectives return their inputs."""
 
     def _allgather_base(self, everyones: Tensor, own: Tensor) -> None:
         everyones.copy_(own.view_as(everyones))
@@ -60,15 +60,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Cost of codecs on a GPU", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where tensors are")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of tensors")
     parser.add_argument("--elements", type=float, default=25e6, help="float32 numbers in a gradient")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds; each runs every operation some times")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds; each runs every operation several times")
     common.add_output_flag(parser)
     return common.parse(parser)
 
 
 def operations(gradient: Tensor) -> dict[str, Operation]:
-    """By name. ``gradient``: of the size that all are timed with."""
+    """Return the operations by name. ``gradient`` has the size with which all operations are timed."""
     out, half = torch.empty_like(gradient), torch.empty_like(gradient, dtype=torch.float16)
     found = {
         COPY: Operation(lambda values, turn: out.copy_(values), 8),
@@ -93,7 +93,7 @@ def _of_codec(name: str, codec: LossyCodec, gradient: Tensor) -> dict[str, Opera
     def whole(values: Tensor, turn: int) -> None:
         reduce_encoded(Exchange(Mirror(), 0, 1, ONE, codec, way, turn, matrices, lambda work: None), values, memory)
 
-    # The gradient and what is kept of it are read and written.
+    # The gradient and the memory that the codec keeps of it are read and written.
     found = {f"{name}: whole": Operation(whole, 16)}
     if type(codec) in CODERS:
         coder = CODERS[type(codec)](codec, 0, 0)
@@ -107,7 +107,7 @@ def _of_codec(name: str, codec: LossyCodec, gradient: Tensor) -> dict[str, Opera
 
 
 def timed(operation: Operation, gradient: Tensor, turn: int) -> float:
-    """Milliseconds of a call, out of some in a row."""
+    """Return the milliseconds of a call; on a GPU the mean of CALLS calls in a row."""
     if gradient.device.type != "cuda":
         began = time.perf_counter()
         operation.run(gradient, turn)
@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Operation], dict[str, l
     source = torch.randn(elements, generator=generator, device=device) * 1e-3
     chosen, found = operations(source), {}
     order, shuffled = list(chosen), random.Random(0)
-    for turn in tqdm(range(-2, args.rounds), unit="round"):  # the first two find memory
+    for turn in tqdm(range(-2, args.rounds), unit="round"):  # the first two rounds allocate memory
         for name in shuffled.sample(order, len(order)):
             gradient = source.roll(turn * 4099)
             milliseconds = timed(chosen[name], gradient, turn + 2)
@@ -154,7 +154,7 @@ def summarise(elements: int, chosen: dict[str, Operation], found: dict[str, list
 
 
 def targets(summary: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures that are asked for."""
+    """Return the targets with their measured values and verdicts."""
     by_name = {one["peer"]: one for one in summary}
 
     def target(what: str, value: float, least: float) -> dict[str, Any]:

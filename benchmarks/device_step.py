@@ -5,10 +5,10 @@
     python benchmarks/device_step.py --way host                     # through host memory: DDP's way is Gloo then
     python benchmarks/device_step.py --device cpu --small           # without a GPU: does it run?
 
-Ranks share the GPU. Each has a copy of the model for each contestant, and all go from one to the next together, in
-another order each time; ratios are within a turn. A turn is timed from an idle GPU to an idle GPU, over some steps.
-"host" is the time in which a rank's thread trains, less what it waits for the GPU at the end. Hooks are timed by a
-backward pass of many small tensors, which the host takes longer to launch than the GPU to compute.
+Ranks share the GPU. Each rank has a copy of the model for each contestant. All ranks go from contestant to contestant
+together, in another order each turn; ratios are within a turn. A turn is timed over several steps, from an idle GPU to
+an idle GPU. "host ms" is the time in which a rank's thread trains, without its wait for the GPU at the end. Hooks are
+timed by a backward pass of many small tensors: the host takes longer to launch it than the GPU to compute it.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ def parse_arguments() -> argparse.Namespace:
         description="Step time on a GPU, in turn", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     common.add_common_flags(parser, rounds=1)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where models are")
-    parser.add_argument("--way", default="nccl", choices=["nccl", "host"], help="how ranks that share a GPU exchange")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="what is trained")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="device of the models")
+    parser.add_argument("--way", default="nccl", choices=["nccl", "host"], help="path between ranks that share a GPU")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="models to train")
     parser.add_argument("--turns", type=int, default=4, help="turns of each contestant")
-    parser.add_argument("--block", type=int, default=3, help="steps of a turn that are timed, after one that is not")
-    parser.add_argument("--small", action="store_true", help="small models and few turns: does it run?")
+    parser.add_argument("--block", type=int, default=3, help="timed steps of a turn, after an untimed step")
+    parser.add_argument("--small", action="store_true", help="small models and few turns, to see if it runs")
     return common.parse(parser)
 
 
 def names(args: argparse.Namespace, model: str) -> list[str]:
-    """The contestants of a model."""
+    """Return the names of a model's contestants."""
     found = [ALONE, DDP, HVDKIT]
     if args.ranks > 1 and model == "transformer":
-        # DDP's hook for PowerSGD ends the process on Gloo, where two buckets' exchanges meet.
+        # On Gloo, DDP's hook for PowerSGD ends the process when the exchanges of two buckets meet.
         codecs = CODECS if args.device == "cuda" else CODECS[:1]
         found += [f"{peer} {codec}" for codec in codecs if args.way == "nccl" for peer in (DDP, HVDKIT)]
     return found
 
 
 def load(args: argparse.Namespace, model: str) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """A model, its optimizer, and the loss of the model (or of a wrapper of it) on this rank's batch."""
+    """Return a model, its optimizer, and the loss of the model (or of a wrapper of it) on this rank's batch."""
     import models
     import torch
     from torch.nn import functional
@@ -103,7 +103,7 @@ def load(args: argparse.Namespace, model: str) -> tuple[Any, Any, Callable[[Any]
 
 
 def trainers(args: argparse.Namespace, hvd: Any, model: str) -> dict[str, tuple[Any, Any, Callable[[], Any], Any]]:
-    """By contestant: the wrapped model, its optimizer, its loss, and the plain model."""
+    """Return by contestant the wrapped model, its optimizer, its loss, and the plain model."""
     found = {}
     for name in names(args, model):
         plain, optimizer, loss = load(args, model)
@@ -119,7 +119,7 @@ def trainers(args: argparse.Namespace, hvd: Any, model: str) -> dict[str, tuple[
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs."""
+    """Run the turns of all models on a rank, and report their times, traces and weights."""
     if args.way == "nccl":
         os.environ.update(OVER_SOCKETS, NCCL_HOSTID=f"rank-{os.environ['RANK']}")
     import torch
@@ -137,7 +137,7 @@ def work(args: argparse.Namespace) -> None:
         found = trainers(args, hvd, model)
 
         def step(name: str, found: dict[str, Any] = found) -> tuple[float, float]:
-            """A step; the seconds of its backward pass on the host, and of all of it there."""
+            """Train for a step, and return the host's seconds of the backward pass and of the whole step."""
             _, optimizer, loss, _ = found[name]
             began = time.perf_counter()
             optimizer.zero_grad()
@@ -185,7 +185,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def summarise(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """By contestant: milliseconds a step, its ratio to the step alone and to DDP's, and the host's part."""
+    """Return by contestant the milliseconds of a step, their ratio to the step alone and DDP's, and the host's part."""
     turns = [
         {name: (1e3 * np.mean([one[name] for one in turn], axis=0)).tolist() for name in turn[0]}
         for turn in zip(*(one["turns"] for one in reports), strict=True)
@@ -209,7 +209,7 @@ def summarise(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def targets(args: argparse.Namespace, results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that are asked for, of which this run tells."""
+    """Return the targets that this run measures, with their values and verdicts."""
     found = []
 
     def target(what: str, value: float, limit: float) -> None:
@@ -247,7 +247,7 @@ HEADERS = ["", "ms/step", "over alone", "over DDP", "host ms", "launches", "of c
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: one job, then the tables."""
+    """Run the script itself: one job, then the tables."""
     if args.small:
         args.turns, args.block = 2, 1
     flags = ["--device", args.device, "--way", args.way, "--turns", args.turns, "--block", args.block]

@@ -1,4 +1,4 @@
-"""What a GPU does in a training step, as PyTorch's profiler saw it: launches, and communication beside computation."""
+"""The GPU's work in a training step, as PyTorch's profiler saw it: launches, and communication beside computation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Span = tuple[float, float]
 def traces(
     device: str, step: Callable[[str], object], names: Sequence[str], wait: Callable[[], object]
 ) -> dict[str, dict[str, Any]]:
-    """By contestant: launches a step, the part of communication that ran beside kernels, and spans by stream."""
+    """Return by contestant the launches of a step, the part of communication beside kernels, and spans by stream."""
     if device != "cuda":
         return {}
     from torch.profiler import ProfilerActivity, profile
@@ -42,12 +42,12 @@ def traces(
 
 
 def digest(events: Sequence[Any]) -> dict[str, Any]:
-    """Kineto's events of STEPS steps in figures; spans are in milliseconds from the first on."""
+    """Return figures of Kineto's events in STEPS steps. Spans are in milliseconds since the first span began."""
     launches, spans = 0, []
     for event in events:
         if str(event.device_type()).endswith("CPU"):
             launches += event.name() in LAUNCHES
-        elif not event.is_user_annotation():  # these span what lies between kernels, too
+        elif not event.is_user_annotation():  # annotations also span the time between kernels
             begin = event.start_ns() / 1e6
             spans.append((event.device_resource_id(), event.name(), begin, begin + event.duration_ns() / 1e6))
     first = min((begin for _, _, begin, _ in spans), default=0.0)
@@ -66,12 +66,12 @@ def digest(events: Sequence[Any]) -> dict[str, Any]:
 
 
 def is_communication(name: str) -> bool:
-    """Whether a kernel or copy is of an exchange between ranks."""
+    """True if a kernel or copy belongs to an exchange between ranks."""
     return any(word in name for word in COMMUNICATION)
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """The same times, without overlaps, in order."""
+    """Return the spans in order, with overlapping spans merged."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -82,7 +82,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def beside(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """For how long some of these run while some of the others do."""
+    """Return the time in which at least one of ``spans`` and one of ``others`` run."""
     ours, theirs, total, index = merged(spans), merged(others), 0.0, 0
     for begin, end in ours:
         while index < len(theirs) and theirs[index][1] <= begin:
@@ -95,7 +95,7 @@ def beside(spans: Sequence[Span], others: Sequence[Span]) -> float:
 
 
 def draw(report: dict[str, Any], name: str) -> Any:
-    """The streams of each model's steps over time: kernels, and above them what goes between ranks."""
+    """Draw the streams of each model's steps over time: kernels, and on top of them exchanges between ranks."""
     plt = common.pyplot()
     traced = {model: one["traces"][name]["spans"] for model, one in report.items() if name in one["traces"]}
     figure, all_axes = plt.subplots(max(1, len(traced)), squeeze=False, figsize=(10, 2.2 * max(1, len(traced))))

@@ -3,9 +3,10 @@
     python benchmarks/distributed.py
     python benchmarks/distributed.py --only ddp --batch-size 4 --words 64
 
-A step's ways are: "alone" (no communication), "floor" (DDP with a hook, FSDP2 with collectives, that communicate
-nothing: what the framework itself costs), "Gloo", "hvdkit", and for DDP "DistributedOptimizer", hvdkit's own. Each rank
-runs all of them in every round; a time is that of rank 0. All ways that communicate end with the same parameters.
+A step is timed in several ways: "alone" (no communication), "floor" (DDP with a hook, or FSDP2 with collectives, that
+communicate nothing: the cost of the framework itself), "Gloo", "hvdkit", and for DDP also "DistributedOptimizer",
+hvdkit's own. Each rank runs all ways in every round; the times are those of rank 0. All ways that communicate end with
+the same parameters.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _model(args: argparse.Namespace) -> tuple[Any, Callable[[], Any], Callable[.
 
 
 def _steps(args: argparse.Namespace, ways: dict[str, tuple[Any, Any]], gloo: Any, batch: Any, loss: Any) -> Any:
-    """Return the seconds of each way's steps; three before do not count."""
+    """Return the seconds of each way's steps; the three steps before them do not count."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -224,7 +225,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def show_steps(part: str, times: dict[str, list[float]]) -> None:
-    """Print the median of each way, and what it takes above the floor, by rounds."""
+    """Print the median time of each way, and its median time above the floor of the same round."""
     above = {way: [each - floor for each, floor in zip(times[way], times["floor"], strict=True)] for way in times}
     lost = float(np.median(above["Gloo"]))
     rows = [

@@ -1,15 +1,16 @@
-"""How soon the others train on after one of four ranks was killed: hvdkit, Horovod, torchrun and torchft, in turn.
+"""Time until the others train on after one of four ranks was killed: hvdkit, Horovod, torchrun and torchft, in turn.
 
     python benchmarks/elastic.py
     python benchmarks/elastic.py --rounds 1 --peers hvdkit torchrun        # a quick look
 
-Each job is that of a user: hvdkitrun, horovodrun or torchrun with 4 processes of this script, which train a transformer
-of 20.5 M parameters; torchft has a lighthouse and 4 replicas. One process is killed in a step. The time ends when the
-last of the processes that train on begins its first step without the lost one (torchrun: its first step after the
-restart of all). In it lies the rest of the step that was computed, whose usual length is given beside. Horovod closes
-the whole host of a lost rank, so its four ranks are on two hosts of one rank and of three (both this machine), and the
-one dies; it commits in each step, as hvdkit does. torchrun saves no checkpoint and torchft no data: both are flattered.
-Peers that are not installed are left out.
+Each job is like a user's: hvdkitrun, horovodrun or torchrun starts 4 processes of this script, which train a
+transformer of 20.5 M parameters; torchft has a lighthouse and 4 replicas. The script kills one process within a
+step. The time ends when the last of the processes that train on begins its first step without the lost process
+(torchrun: its first step after the restart of all processes). The time includes the rest of the step that was being
+computed; the table also gives the usual length of a step. Horovod closes the whole host of a lost rank. So its four
+ranks are on two hosts, of one rank and of three ranks (both are this machine), and the single rank dies. Horovod
+commits in each step, as hvdkit does. torchrun saves no checkpoint and torchft no data: the figures flatter both. Peers
+that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PEERS = [Peer(name, name, "") for name in ("hvdkit", "Horovod", "torchrun", "tor
 
 
 class Record:
-    """The steps of a process: a line with the time at which each begins, its number of ranks, and the attempt."""
+    """The file of a process's steps, with a line each: when it began, the rank, the number of ranks, the attempt."""
 
     def __init__(self, folder: str) -> None:
         self._file = open(Path(folder) / f"{os.getpid()}.steps", "w", buffering=1)  # noqa: SIM115 (until the end)
@@ -108,7 +109,7 @@ def train_torchft(record: Record, number: int) -> None:
         min_replica_size=2, replica_id=f"replica_{number}", rank=0, world_size=1,
         store_addr="127.0.0.1", store_port=store.port,
     )  # fmt: skip
-    # Its other wrapper, a DistributedDataParallel, ends by an assertion when a replica is lost.
+    # torchft's other wrapper, a DistributedDataParallel, ends with an assertion when a replica is lost.
     wrapped, optimizer = PureDistributedDataParallel(manager, model), torchft.Optimizer(manager, inner)
     while True:
         began = time.monotonic()
@@ -155,13 +156,13 @@ def command_of(name: str, folder: Path) -> list[list[str]]:
 
 
 def steps_in(folder: Path) -> dict[int, list[list[float]]]:
-    """Return the steps of each process: when it began, the rank, the number of ranks, and the attempt."""
+    """Return the steps of each process: the time when a step began, the rank, the number of ranks, and the attempt."""
     files = {int(path.stem): path.read_text().splitlines() for path in folder.glob("*.steps")}
     return {process: [[float(word) for word in line.split()] for line in lines] for process, lines in files.items()}
 
 
 def victim_of(name: str, steps: dict[int, list[list[float]]]) -> int | None:
-    """Return the process to kill, once all have trained for some steps; of Horovod the only one of its host."""
+    """Return the process to kill, once all have trained for some steps: for Horovod the single process of a host."""
     if len(steps) < RANKS or any(len(of_one) < FATAL_STEP for of_one in steps.values()):
         return None
     last = 3 if name == "Horovod" else 1
@@ -178,7 +179,7 @@ def wait_for(look: Callable[[], Any], folder: Path) -> Any:
 
 
 def time_of_a_kill(peer: Peer) -> dict[str, float]:
-    """Run a job, kill one of its processes, and return the time until the others have gone on, and a usual step."""
+    """Run a job, kill one of its processes, and return the seconds until the others go on, and of a usual step."""
     folder = Path(tempfile.mkdtemp())
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}",

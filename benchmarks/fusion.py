@@ -22,9 +22,10 @@ FIRST_SEGMENT = 1 << 20
 
 
 def open_fusion() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
-    """Rank, ranks, a sum in place of a gradient as large as a tensor that was born in the arena, and the end.
+    """Return the rank, the number of ranks, a function that sums in place, and the shutdown.
 
-    The first call of a size registers a plan and sums the tensor; later ones sum what lies there (zeros).
+    The function sums a gradient in the arena that is as large as its argument. The first call of a size registers a
+    plan and sums the argument; later calls sum the gradient as it is (zeros).
     """
     hvd.init()
     engine = runtime.engine()
@@ -46,7 +47,7 @@ def open_fusion() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
             ARENA.add_sizes([x.nbytes])
             with ARENA.serving():
                 gradient = x.clone().numpy()
-        else:  # which the lane has a place for
+        else:  # the lane has a place for the gradient
             gradient[...] = x.numpy()
         lanes[x.numel()] = lane, gradient
         step(lane, gradient)
@@ -58,7 +59,7 @@ def open_fusion() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
 
 
 def open_one_pass() -> tuple[int, int, Callable[[Any], Any], Callable[[], None]]:
-    """The same with nothing around it: all ranks meet, each sums its share out of all buffers into all, all meet."""
+    """Return the same for a bare sum: all ranks meet, each sums its share of all buffers into all buffers, all meet."""
     hvd.init()
     transport = runtime.engine().transport
     assert isinstance(transport, NodeTransport), "the bound needs ranks that share memory"

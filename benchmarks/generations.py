@@ -1,31 +1,29 @@
-"""How soon ranks train on after one of them was killed, left or joined, and what forming anew and commits cost.
+"""Time until ranks train on after a rank was killed, left or joined, and the cost of forming anew and of commits.
 
     python benchmarks/generations.py
     python benchmarks/generations.py --kills 2 --rounds 5       # a quick look
 
 The ranks are forks of one process, which is also their launcher (tests/elastic/job.py), so no start of Python counts.
-A kill is measured from SIGKILL to the moment at which the last of the others begins its next step; ``computing`` is the
-time since the failed step began, most of which a rank computes without looking at the others. The state is sent only
-where some ranks have applied the step in which the others failed. Joining counts from the commit at which the others
-stop until all have the new rank's first step before them, with 164 MB of state. Steps with a commit and without one are
-timed in blocks that alternate.
+A kill is measured from SIGKILL until the last of the other ranks begins its next step. ``computing`` is the time since
+the failed step began; for most of it a rank computes without looking at the other ranks. The state is sent only if some
+ranks have applied the step in which other ranks failed. Joining is measured from the commit at which the old ranks
+stop, until all ranks have the new rank's first step before them, with 164 MB of state. Steps with and without a commit
+are timed in blocks that alternate.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import common
 import torch
-import torch._dynamo  # as all below that ranks would import, each for itself
+import torch._dynamo  # like the modules below, imported once here and not by each rank
 from jobs import ROOT
 from models import VOCABULARY, WordTransformer
 from torch import nn
@@ -39,7 +37,7 @@ from hvdkit.environments import elastic
 from tests.elastic.job import ElasticJob, Rank, run
 
 COMMIT_BLOCKS, COMMIT_STEPS = 12, 8
-SETTLING_STEPS, STEPS = 3, 9  # of a generation, before those that count as later ones, and in all
+SETTLING_STEPS, STEPS = 3, 9  # of a generation: before those that count as later steps, and in all
 WORDS = 16  # of a sample
 
 
@@ -65,7 +63,7 @@ def train(is_large: bool, rank: Rank) -> None:
         if optimizer is None:
             optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
         versions = hvd.allgather(torch.tensor([version]), name="versions").tolist()
-        if min(versions) < max(versions):  # some have applied the step in which the others failed
+        if min(versions) < max(versions):  # some ranks have applied the step in which other ranks failed
             newest, version = versions.index(max(versions)), max(versions)
             hvd.broadcast_parameters(model.state_dict(), root_rank=newest)
             hvd.broadcast_optimizer_state(optimizer, root_rank=newest)
@@ -86,7 +84,7 @@ def train(is_large: bool, rank: Rank) -> None:
 
 
 def measure_kills(ranks: int, hosts: int, is_large: bool, kills: int) -> list[dict[str, float]]:
-    """Kill one of ``ranks`` ranks so often, each time of a new job. Returns seconds, of the slowest of the others."""
+    """Kill one of ``ranks`` ranks ``kills`` times, each time in a new job. Return seconds of the slowest other rank."""
     rows = []
     for number in range(kills):
         job = ElasticJob(partial(train, is_large), places(ranks, hosts))
@@ -123,7 +121,7 @@ def form_again(rank: Rank) -> None:
 
 
 def measure_forming(ranks: int, hosts: int, rounds: int) -> list[dict[str, float]]:
-    """Form generations of the same ranks, whose numbers go round. Returns seconds, of the slowest."""
+    """Form generations of the same ranks, whose numbers rotate on one host. Return the seconds of the slowest rank."""
     job, rows = ElasticJob(form_again, places(ranks, hosts)), []
     for _ in range(rounds + 1):
         job.form()
@@ -136,7 +134,7 @@ def measure_forming(ranks: int, hosts: int, rounds: int) -> list[dict[str, float
 
 
 def train_elastic(rank: Rank) -> None:
-    """Train under hvd.elastic.run with a commit in each step, and tell when the others stop and go on."""
+    """Train under hvd.elastic.run with a commit in each step, and report when this rank stops and goes on."""
     elastic._launcher = rank
     hvd.init()
     model, loss = workload(is_large=True)
@@ -160,7 +158,7 @@ def train_elastic(rank: Rank) -> None:
         if rank.order.get("commits"):
             seconds: dict[bool, list[float]] = {False: [], True: []}
             for block in range(2 * COMMIT_BLOCKS):
-                # The first ones after a block without commits copy the parameters.
+                # The first steps after a block without commits copy the parameters.
                 times = [step(bool(block % 2)) for _ in range(COMMIT_STEPS + 3)]
                 seconds[bool(block % 2)] += times[3:]
             rank.send(**{"with": statistics.median(seconds[True]), "without": statistics.median(seconds[False])})
@@ -181,7 +179,7 @@ def measure_commits(ranks: int) -> list[dict[str, float]]:
 
 
 def measure_changes(ranks: int, changes: int) -> list[dict[str, float]]:
-    """Have one rank leave and a new one join so often. Return seconds from the last commit until all train on."""
+    """Have a rank leave and another join ``changes`` times. Return seconds from the last commit until all train on."""
     job, rows = ElasticJob(train_elastic, places(ranks, 1)), []
     job.form()
     job.reports()
@@ -225,9 +223,9 @@ def summary(rows: list[dict[str, float]]) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=12, help="how many ranks are killed in each case")
-    parser.add_argument("--rounds", type=int, default=40, help="how often a generation is formed anew in each case")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/generations.json")
+    parser.add_argument("--kills", type=int, default=12, help="ranks that are killed in each case")
+    parser.add_argument("--rounds", type=int, default=40, help="generations that are formed anew in each case")
+    common.add_output_flag(parser)
     args = common.parse(parser)
     torch.set_num_threads(1)
     results: dict[str, dict[str, list[float]]] = {}
@@ -237,14 +235,15 @@ def main() -> None:
         print(f"{name}: " + ", ".join(f"{key} {median} ({worst})" for key, (median, worst) in results[name].items()))
 
     for ranks, hosts in ((2, 1), (4, 1), (4, 2), (8, 1), (16, 1)):
-        add(f"{ranks} ranks on {hosts} hosts form anew", measure_forming(ranks, hosts, args.rounds))
+        add(f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} form anew", measure_forming(ranks, hosts, args.rounds))
     for is_large, hosts in ((False, 1), (False, 2), (True, 1), (True, 2)):
         model = "20.5 M" if is_large else "0.4 M"
-        add(f"one of 4 ranks on {hosts} hosts is killed, {model}", measure_kills(4, hosts, is_large, args.kills))
+        where = f"{hosts} host{'s' * (hosts > 1)}"
+        add(f"one of 4 ranks on {where} is killed, {model} parameters", measure_kills(4, hosts, is_large, args.kills))
     for ranks in (2, 4):
         add(f"{ranks} ranks, a step with a commit and without", measure_commits(ranks))
         add(f"one of {ranks} ranks leaves, a new one joins with 164 MB", measure_changes(ranks, args.kills))
-    args.out.write_text(json.dumps({"unit": "ms: median, worst", **results}, indent=1) + "\n")
+    common.save("generations", args, {"unit": "ms: median, worst", "cases": results})
 
 
 if __name__ == "__main__":

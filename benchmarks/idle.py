@@ -1,11 +1,11 @@
-"""What a rank costs that only waits: share of a core and wake-ups while it sleeps, or waits for a slow rank.
+"""The cost of a rank that only waits: share of a core and wake-ups while it sleeps, or waits for a slow rank.
 
     python benchmarks/idle.py
     python benchmarks/idle.py --seconds 2 --rounds 1       # a quick look
 
-asleep: the main thread of each rank sleeps. "torch" is a process that has imported PyTorch and sleeps: what the
-measurement itself reads when there is no engine. waiting: all ranks but the last are in an allreduce that the last one
-joins only after a sleep; the figures are those of the ranks that wait.
+asleep: the main thread of each rank sleeps. "torch" is a process that has imported PyTorch and sleeps: it shows the
+readings of the measurement itself without an engine. waiting: all ranks but the last are in an allreduce that the last
+rank joins only after a sleep; the figures are those of the ranks that wait.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def parse_arguments() -> argparse.Namespace:
         description="CPU share of an idle rank", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     common.add_common_flags(parser, rounds=3)
-    parser.add_argument("--mode", choices=[*TITLES, "both"], default="both", help="what the ranks do")
-    parser.add_argument("--seconds", type=float, default=10, help="asleep: how long the main thread sleeps")
-    parser.add_argument("--slow-seconds", type=float, default=2, help="waiting: how long the last rank sleeps")
+    parser.add_argument("--mode", choices=[*TITLES, "both"], default="both", help="activity of the ranks")
+    parser.add_argument("--seconds", type=float, default=10, help="asleep: seconds for which the main thread sleeps")
+    parser.add_argument("--slow-seconds", type=float, default=2, help="waiting: seconds for which the last rank sleeps")
     return common.parse(parser)
 
 
 class Meter:
-    """What all threads of this process have used since it was made."""
+    """A meter of the CPU time and wake-ups of all threads of this process, since the meter was made."""
 
     def __init__(self) -> None:
         self.cpu, self.wakes, self.began = time.process_time(), wake_ups(), time.perf_counter()
@@ -52,13 +52,13 @@ class Meter:
 
 
 def wake_ups() -> int:
-    """How often any thread of this process has gone to sleep so far."""
+    """Return the number of times that threads of this process have gone to sleep so far."""
     texts = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
     return sum(int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE).group(1)) for text in texts)
 
 
 def sleep(args: argparse.Namespace) -> None:
-    """What a rank runs that sleeps: init, a few reductions, a second's rest, then the measured sleep."""
+    """Run a sleeping rank, and report its meter: init, a few reductions, a second's rest, then the measured sleep."""
     import torch
 
     torch.set_num_threads(args.threads)
@@ -78,7 +78,7 @@ def sleep(args: argparse.Namespace) -> None:
 
 
 def wait(args: argparse.Namespace) -> None:
-    """What a rank runs that waits, or that the others wait for: a few reductions, then the measured one."""
+    """Run a rank that waits, or is waited for, and report its meter: a few reductions, then the measured reduction."""
     import torch
 
     torch.set_num_threads(args.threads)
@@ -100,9 +100,9 @@ def contestants(mode: str) -> list[Peer]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: for each mode rounds of jobs, then the table."""
+    """Run the script itself: rounds of jobs for each mode, then the table."""
     modes = list(TITLES) if args.mode == "both" else [args.mode]
-    common.chosen([peer for mode in modes for peer in contestants(mode)], args.peers)  # says which are unknown
+    common.chosen([peer for mode in modes for peer in contestants(mode)], args.peers)  # exits if a name is unknown
     results, errors = {}, {}
     for mode in modes:
         peers = [peer for peer in contestants(mode) if args.peers is None or peer.name in args.peers]

@@ -1,4 +1,4 @@
-"""Jobs of ranks: who takes part, what starts their processes, and how a rank's figures come back."""
+"""Jobs of ranks: the peers, the launchers that start their processes, and the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ print(json.dumps([os.path.dirname(os.path.dirname(hvdkit.__file__)), problem]))
 
 @dataclass(frozen=True)
 class Peer:
-    """One contestant: what its worker does, what starts its ranks, and flags of the worker that only it has.
+    """A contestant: the kind of its worker, the launcher of its ranks, and flags that only its worker has.
 
-    ``launcher``: ``mpi`` and ``gloo`` are hvdkit's own, ``plain`` starts one process a rank with torchrun's variables,
-    ``horovod`` is Horovod's own without MPI; ``mpi horovod`` and ``gloo horovod`` are hvdkit's with Horovod's engine.
+    ``launcher``: ``mpi`` and ``gloo`` are hvdkit's own launcher. ``plain`` starts one process per rank with torchrun's
+    variables. ``horovod`` is Horovod's own launcher without MPI. ``mpi horovod`` and ``gloo horovod`` are hvdkit's
+    launcher with Horovod's engine.
     """
 
     name: str
@@ -71,8 +72,8 @@ Starter = Callable[[Task, str], list[subprocess.Popen[bytes]]]
 
 
 @functools.cache
-def _horovod_engines() -> tuple[str, ...]:
-    """Which engines an installed Horovod was built with; asked in another process, since importing it loads MPI."""
+def horovod_engines() -> tuple[str, ...]:
+    """Return the engines with which an installed Horovod was built. Another process asks, as the import loads MPI."""
     code = "import horovod.torch as h; print('mpi' * h.mpi_built(), 'gloo' * h.gloo_built())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return tuple(done.stdout.split()) if done.returncode == 0 else ()
@@ -84,11 +85,11 @@ def has_mpi() -> bool:
 
 
 def horovods(variant: str = "", *flags: str) -> list[Peer]:
-    """hvdkit over each of its engines, and Horovod over each of its own where it is installed.
+    """Return hvdkit over each of its engines, and Horovod over each of its own engines if it is installed.
 
     ``variant`` is added to the names, ``flags`` to the workers' commands.
     """
-    engines = _horovod_engines()
+    engines = horovod_engines()
     found = [("hvdkit mpi", "hvdkit", "mpi")] if has_mpi() else []
     found.append(("hvdkit torch", "hvdkit", "gloo"))
     found += [("Horovod mpi", "horovod", "mpi")] * ("mpi" in engines)
@@ -97,12 +98,12 @@ def horovods(variant: str = "", *flags: str) -> list[Peer]:
 
 
 def on_horovod() -> list[Peer]:
-    """hvdkit over Horovod's engine, on each of what that was built with."""
-    return [Peer(f"hvdkit horovod {engine}", "hvdkit", f"{engine} horovod") for engine in _horovod_engines()]
+    """Return hvdkit over Horovod, for each engine with which an installed Horovod was built."""
+    return [Peer(f"hvdkit horovod {engine}", "hvdkit", f"{engine} horovod") for engine in horovod_engines()]
 
 
 def environment(threads: int, launcher: str) -> dict[str, str]:
-    """This process's environment, less what a launcher may have left in it."""
+    """Return this process's environment for ``launcher``, without variables that another launcher may have left."""
     prefixes = ("OMPI_", "PMI", "PRTE_", "SLURM_", "HOROVOD_", "HVDKIT_", "TORCHELASTIC_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes) and key not in names}
@@ -116,7 +117,7 @@ def environment(threads: int, launcher: str) -> dict[str, str]:
 
 
 def without_native_kernels(environment: Mapping[str, str]) -> str | None:
-    """Which hvdkit a script imports in ``environment``, and what it lacks, in words; None where it has its kernels."""
+    """Return the problem of the hvdkit that a script imports in ``environment``; None if it has its native kernels."""
     done = subprocess.run(
         [sys.executable, "-c", FIND_KERNELS], capture_output=True, text=True, check=False, env=environment
     )
@@ -134,7 +135,7 @@ def without_native_kernels(environment: Mapping[str, str]) -> str | None:
 
 
 def start_here(task: Task, launcher: str) -> list[subprocess.Popen[bytes]]:
-    """All ranks on this machine, each peer by its own launcher."""
+    """Start all ranks of a task on this machine, by ``launcher``."""
     if launcher != "plain":
         module = "horovod.runner.launch" if launcher == "horovod" else "hvdkit.launch"
         engine = "--mpi" if launcher.startswith("mpi") else "--gloo"
@@ -155,7 +156,7 @@ def run_job(
     timeout: float,
     start: Starter = start_here,
 ) -> list[Any]:
-    """Run ``script`` as a worker of ``peer`` on ``ranks`` ranks. Returns what each rank reported, by rank.
+    """Run ``script`` as a worker of ``peer`` on ``ranks`` ranks. Return the reports, by rank.
 
     Reports travel through files, because launchers may cut and mix long lines of output.
     Raises RuntimeError with the end of the output if a rank did not report within ``timeout`` seconds.
@@ -184,9 +185,9 @@ def run_job(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], reports: Sequence[Path], timeout: float) -> str | None:
-    """Wait until a job has ended, or cannot end well any more. Returns what was wrong with its end, or None.
+    """Wait until a job has ended, or cannot end well any more. Return the problem of its end, or None.
 
-    A rank that has reported has done its work: where an engine then hangs while it shuts down, the figures still hold.
+    A rank that has reported has done its work: if an engine then hangs while it shuts down, the figures still hold.
     """
     deadline, reported = time.monotonic() + timeout, False
     while True:
@@ -203,7 +204,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], reports: Sequence[Path],
 
 
 def report(folder: Path, rank: int, payload: Any) -> None:
-    """What a worker calls at its end."""
+    """Write the report of a rank. A worker calls this at its end."""
     path = Path(folder, f"{rank}.json")
     path.with_suffix(".tmp").write_text(json.dumps(payload))
     path.with_suffix(".tmp").replace(path)

@@ -3,10 +3,10 @@
     python benchmarks/keras_fit.py
     python benchmarks/keras_fit.py --rounds 1 --steps 5         # a quick look
 
-"alone" is the same fit on all ranks at once with nothing sent, "one process" the same on one rank while the other core
-has nothing to do. Each peer runs in its own job, once a round; at the end all ranks of hvdkit must hold the same
-weights, or the job has failed. What cannot run at all says why. On TensorFlow it also times an eager allreduce of 4 KB,
-and what one more part of the gradients costs in a graph, besides the copy.
+"alone" is the same fit on all ranks at once without communication. "one process" is the same fit on one rank, while the
+other core is idle. Each peer runs in its own job, once a round. A job of hvdkit fails if its ranks do not hold the same
+weights at the end. If a peer cannot run at all, the script prints the reason. On TensorFlow the script also times an
+eager allreduce of 4 KB, and the cost of one more part of the gradients in a graph, besides the copy.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def reason(printed: str) -> str:
-    """The exception of what a job has printed, else its last line, which may be the launcher's."""
+    """Return the last exception in the output of a job, else its last line, which may be the launcher's."""
     lines = printed.strip().splitlines()
     exceptions = [line for line in lines if re.search(r"^(\[\d+\]<stderr>: ?)?[\w.]+(Error|Exception)\b", line)]
     return (exceptions or lines)[-1]
 
 
 def contestants() -> list[Peer]:
-    """The peers; those that hvdkit starts run over shared memory, MPI below it."""
+    """Return the peers. Ranks of hvdkit share memory, above MPI on TensorFlow and above Gloo on PyTorch."""
     torch = ("--backend", "torch")
     return [
         Peer(ONE, "alone", "mpi"),
@@ -67,7 +67,7 @@ def contestants() -> list[Peer]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: rounds of jobs, then the table."""
+    """Run the script itself: rounds of jobs, then the table."""
     names = ("steps", "warmup_steps", "batch_size", "context", "layers", "width", "threads")
     flags = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
 
@@ -118,7 +118,7 @@ def draw(times: list[dict[str, float]]) -> Any:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs."""
+    """Run the fit on a rank, and report the seconds of its steps and a fingerprint of the weights."""
     os.environ.update(KERAS_BACKEND=args.backend, TF_CPP_MIN_LOG_LEVEL="2")
     if args.worker == "tf.distribute":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -153,7 +153,7 @@ def work(args: argparse.Namespace) -> None:
             callbacks.append(hvd.callbacks.BroadcastGlobalVariablesCallback(0))
 
     class Clock(keras.callbacks.Callback):
-        """When each step was over."""
+        """The times at which the steps were over."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -193,7 +193,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def micro() -> dict[str, float]:
-    """Milliseconds of an eager allreduce of 4 KB, and of one more part of a graph's gradients."""
+    """Return the milliseconds of an eager allreduce of 4 KB, and of one more part of a graph's gradients."""
     import tensorflow as tf
 
     import hvdkit.tensorflow as hvd

@@ -1,10 +1,10 @@
-"""Many ranks on one machine: how long they take to meet, reduce once and leave, and what each of them holds meanwhile.
+"""Many ranks on one machine: their time to meet, reduce once and leave, and the resources that each holds meanwhile.
 
     python benchmarks/many_ranks.py
     python benchmarks/many_ranks.py --ranks 8 --rounds 1       # a quick look
 
-The time begins when all ranks have imported what they need, and is that of the rank that took longest. Threads, sockets
-and memory (PSS: what ranks share counts once) are those that a rank has after the reduction and had not before init.
+The time begins when all ranks have imported their modules, and is that of the slowest rank. Threads, sockets and memory
+(PSS: memory that ranks share counts once) are those that a rank has after the reduction and did not have before init.
 "Gloo" is torch.distributed's process group.
 """
 
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def held() -> dict[str, float]:
-    """Threads and sockets of this process, and its share of memory in MB."""
+    """Return the threads and sockets of this process, and its share of memory in MB."""
     descriptors = [one for one in Path("/proc/self/fd").iterdir() if one.exists()]
     shares = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return {
@@ -47,14 +47,14 @@ def held() -> dict[str, float]:
 
 
 def wait_for_all(folder: Path, what: str, ranks: int) -> None:
-    """Return when every rank has called this."""
+    """Wait until every rank has called this function with ``what``."""
     Path(folder, f"{what}.{os.getpid()}").touch()
     while len(list(folder.glob(f"{what}.*"))) < ranks:
         time.sleep(0.02)
 
 
 def work(args: argparse.Namespace) -> None:
-    """What each rank runs."""
+    """Run a rank that meets the others, reduces once and leaves, and report its figures."""
     import torch
 
     torch.set_num_threads(args.threads)
@@ -92,7 +92,7 @@ def contestants() -> list[Peer]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: rounds of jobs, then the table."""
+    """Run the script itself: rounds of jobs, then the table."""
     peers = common.chosen(contestants(), args.peers)
     flags = ["--ranks", args.ranks, "--threads", args.threads]
 
@@ -115,7 +115,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def draw(summary: list[dict[str, Any]]) -> Any:
-    """Seconds and threads side by side."""
+    """Draw seconds and threads side by side."""
     plt = common.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
     names = [one["peer"] for one in summary]

@@ -1,12 +1,12 @@
-"""How much more memory a rank holds with the wrapped optimizer than with a plain one, in multiples of its gradients.
+"""The memory that a rank holds with the wrapped optimizer beyond a plain optimizer, in multiples of its gradients.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --rounds 1 --width 256     # a quick look
 
-"plain" trains with no communication at all, "+ init" has joined the job but wraps nothing, so what the library and its
-engine weigh can be told from what the wrapper adds. Resident memory is read after a step, while the gradients are
-there: RSS counts pages shared with other processes in full, PSS in proportion, USS not at all. The peak is of the whole
-run.
+"plain" trains without any communication. "+ init" has joined the job but wraps nothing: it separates the memory of
+the library and its engine from the memory that the wrapper adds. Resident memory is read after a step, while the
+gradients exist. RSS counts pages shared with other processes in full, PSS in proportion, USS not at all. The peak is
+that of the whole run.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_memory() -> dict[str, int]:
-    """Bytes of this process."""
+    """Return the bytes of this process, by kind of memory."""
     full = psutil.Process().memory_full_info()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"rss": full.rss, "pss": getattr(full, "pss", full.uss), "uss": full.uss, "peak": peak}
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs: bytes by kind of memory, and the bytes of its gradients."""
+    """Train on a rank, and report its bytes by kind of memory, and the bytes of its gradients."""
     import torch
     from pytorch_text import ByteTransformer, next_byte_loss
 
@@ -93,12 +93,12 @@ def contestants() -> list[Peer]:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: rounds of jobs, then the table."""
+    """Run the script itself: rounds of jobs, then the table."""
     peers = common.chosen(contestants(), args.peers)
     flags = ["--threads", args.threads, "--steps", args.steps, "--layers", args.layers, "--width", args.width]
 
     def job(peer: Peer) -> dict[str, float]:
-        """Bytes by kind, averaged over the ranks."""
+        """Run a job, and return its bytes by kind, averaged over the ranks."""
         reports = jobs.run_job(__file__, peer, flags, args.ranks, args.threads, args.timeout)
         return {key: float(np.mean([one[key] for one in reports])) for key in reports[0]}
 

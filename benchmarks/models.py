@@ -1,8 +1,8 @@
 """The models whose training steps are timed: transformers, a convolutional network, and many small tensors.
 
-Their gradients take 82 to 102 MB. What a step costs differs: a transformer's are matrix products, the network's are
-many small convolutions, and of the small tensors there are 2000 that cost next to nothing to compute. The data are
-drawn at random; nothing is downloaded.
+Their gradients take 82 to 102 MB. Their steps differ: a transformer computes matrix products, the convolutional network
+many small convolutions, and the 2000 small tensors cost next to nothing to compute. The data are drawn at random;
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _normalised(channels: int, width: int, size: int, stride: int = 1) -> list[n
 
 
 def residual_network() -> nn.Module:
-    """ResNet-50, 25.6 million parameters in 161 tensors."""
+    """Return ResNet-50, with 25.6 million parameters in 161 tensors."""
     layers = [*_normalised(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     channels = 64
     for width, blocks, first_stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):

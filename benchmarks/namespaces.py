@@ -1,9 +1,9 @@
 """Two hosts on one machine: Linux namespaces joined by a virtual cable whose rate is limited at both ends.
 
-Each host has its own network, host name, shared memory and /etc/hosts; files, processes and cores they share. Nothing
-of it has a name on the machine, so two runs do not meet. It lives as long as one process, the root of a process
-namespace, and that ends when this process does, however it ends: then the kernel kills all that runs there and removes
-the rest.
+Each host has its own network, host name, shared memory and /etc/hosts; the hosts share files, processes and cores. No
+part of the hosts has a name on the machine, so two runs do not meet. The hosts live as long as one process, the root
+of a process namespace. The root ends when this process ends, for whatever reason. Then the kernel kills all processes
+of that namespace and removes the rest.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ INTERFACE = "wire"
 ADDRESSES = ("198.18.0.1", "198.18.0.2")  # of the range that is kept for benchmarks (RFC 2544)
 PORT = 29500
 _TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
-# A burst that spans a millisecond at the rate lets the wire reach it though timers are late; no packet is larger than
-# 64 KB, so that the kernel may hand it over whole.
+# A burst of a millisecond at the rate lets the wire reach the rate although timers are late. No packet is larger than
+# 64 KB, so that the kernel may hand a packet over whole.
 _BURST_SECONDS, _SMALLEST_BURST = 1e-3, 128_000
 _QUEUE = "20ms"
-# Reads from a pipe until it closes; as the root of its process namespace it takes everything there with it.
+# Reads from a pipe until it closes. As the root of a process namespace, it takes all processes there with it.
 _ROOT_SCRIPT = """
 for name; do
     unshare --net --uts --ipc --mount sh -euc \
@@ -60,7 +60,7 @@ exec nsenter --target "$pid" --net --uts --ipc --mount sh -c "$*"
 
 
 def missing() -> str | None:
-    """Why hosts cannot be made here, and what to do about it; None if they can."""
+    """Return the reason why hosts cannot be made here, and the remedy; None if they can be made."""
     if sys.platform != "linux":
         return "two hosts on one machine take Linux's namespaces"
     absent = sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None})
@@ -75,8 +75,8 @@ def missing() -> str | None:
 class Hosts:
     """Two hosts that are up.
 
-    ``pids`` are a process of each, as numbered within their process namespace; ``root`` is that namespace's first, as
-    numbered outside. ``folder`` is for temporary files.
+    ``pids`` are a process of each host, as numbered within their process namespace. ``root`` is the first process of
+    that namespace, as numbered outside. ``folder`` is for temporary files.
     """
 
     names: tuple[str, ...]
@@ -86,22 +86,22 @@ class Hosts:
 
     @property
     def agent(self) -> Path:
-        """What Open MPI may call in place of ssh."""
+        """Return the script that Open MPI may call in place of ssh."""
         return self.folder / "agent"
 
     def enter(self, host: int) -> list[str]:
-        """The words before a command that make it run on a host. It starts in ``/``."""
+        """Return the words before a command that make it run on a host. The command starts in ``/``."""
         namespaces = ["--net", "--uts", "--ipc", "--mount"]
         return [*self.enter_both(), "nsenter", "--target", str(self.pids[host]), *namespaces]
 
     def enter_both(self) -> list[str]:
-        """The words before a command that make it see the processes of both hosts, but run on neither."""
+        """Return the words before a command that make it see the processes of both hosts, but run on neither."""
         return ["nsenter", "--target", str(self.root), "--mount", "--pid"]
 
 
 @contextlib.contextmanager
 def two_hosts(gigabits: float) -> Iterator[Hosts]:
-    """Two hosts with a wire of that many Gb/s in each direction between them. Raises RuntimeError if that fails."""
+    """Make two hosts with a wire of ``gigabits`` Gb/s in each direction. Raise RuntimeError if that fails."""
     names = tuple(f"hvdkit-{os.getpid()}-{index}" for index in range(2))
     command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-uc", _ROOT_SCRIPT]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,11 +121,11 @@ def two_hosts(gigabits: float) -> Iterator[Hosts]:
             _connect(hosts, gigabits)
             yield hosts
         finally:
-            root.communicate()  # closes the pipe that the root reads from, and returns when all there has ended
+            root.communicate()  # closes the pipe that the root reads from, and returns when all processes there end
 
 
 def _pids(root: subprocess.Popen[str], names: Sequence[str]) -> tuple[int, ...]:
-    """The process of each host, which says its name and number when its namespaces are there."""
+    """Return the process of each host. It prints its name and number when its namespaces exist."""
     assert root.stdout is not None
     assert root.stderr is not None
     found: dict[str, int] = {}
@@ -159,10 +159,13 @@ def _run(command: list[str]) -> None:
 
 
 def starter(hosts: Hosts, ranks_per_host: int, mpi_args: Sequence[str] = ()) -> Starter:
-    """Ranks in blocks on both hosts: by mpirun with ``mpi_args``, or with torchrun's variables and no launcher."""
+    """Return a starter of ranks in blocks on both hosts.
+
+    It uses mpirun with ``mpi_args``, or torchrun's variables and no launcher.
+    """
 
     def start(task: Task, launcher: str) -> list[subprocess.Popen[bytes]]:
-        temporary = {"TMPDIR": str(hosts.folder)}  # what is left there goes with the hosts
+        temporary = {"TMPDIR": str(hosts.folder)}  # files that are left there go with the hosts
         if launcher == "mpi":
             mpirun = [*_mpirun(hosts, ranks_per_host), *mpi_args]
             return [task.start([*hosts.enter(0), *mpirun, *task.command], **temporary)]
@@ -184,7 +187,7 @@ def starter(hosts: Hosts, ranks_per_host: int, mpi_args: Sequence[str] = ()) -> 
 
 
 def _mpirun(hosts: Hosts, ranks_per_host: int) -> list[str]:
-    """Open MPI's mpirun and its flags. It is started on the first host and has no ssh to reach the other."""
+    """Return Open MPI's mpirun and its flags. mpirun starts on the first host and has no ssh to reach the second."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command = [str(mpirun) if mpirun.exists() else "mpirun", "--allow-run-as-root", "-np", str(2 * ranks_per_host)]
     command += ["--host", ",".join(f"{name}:{ranks_per_host}" for name in hosts.names)]

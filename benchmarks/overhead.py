@@ -1,10 +1,10 @@
-"""What the wrapped optimizer costs where there is nothing to communicate: one rank, plain and wrapped in turn.
+"""The cost of the wrapped optimizer if there is nothing to communicate: one rank, plain and wrapped in turn.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --seconds 5          # a quick look
 
-Both train the same model on the same data in one process, in short blocks: plain, wrapped, wrapped, plain, and so on.
-"small" has many tiny tensors, so that what is paid per tensor shows; "large" is the model of step.py.
+Both optimizers train the same model on the same data in one process, in short blocks: plain, wrapped, wrapped, plain,
+and so on. "small" has many tiny tensors, so that the cost per tensor shows; "large" is the model of step.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
         description="Overhead of the wrapped optimizer on one rank",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="what is trained")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="models to train")
     parser.add_argument("--seconds", type=float, default=60, help="time for each model")
     parser.add_argument("--block", type=float, default=0.1, help="least seconds of a block of steps")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build(kind: str, wrapped: bool, batch_size: int) -> tuple[Any, Callable[[], None]]:
-    """A model, and a function that trains it for one step; plain and wrapped ones see the same data."""
+    """Return a model, and a function that trains it for one step. Plain and wrapped models see the same data."""
     import torch
     from pytorch_text import ByteTransformer, next_byte_loss
 
@@ -64,7 +64,7 @@ def build(kind: str, wrapped: bool, batch_size: int) -> tuple[Any, Callable[[], 
 
 
 def timed(step: Callable[[], None], count: int) -> float:
-    """Seconds per step."""
+    """Run ``count`` steps, and return the seconds per step."""
     began = time.perf_counter()
     for _ in range(count):
         step()
@@ -72,7 +72,7 @@ def timed(step: Callable[[], None], count: int) -> float:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The median and its 95% confidence interval, by bootstrap (Efron 1979)."""
+    """Return the median and its 95% confidence interval, by bootstrap (Efron 1979)."""
     draws = np.random.default_rng(0).choice(values, (2000, len(values)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
     return float(np.median(values)), float(low), float(high)

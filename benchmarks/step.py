@@ -1,14 +1,14 @@
 """The training step of models of 20 to 26 million parameters: alone, under DDP, under hvdkit, under Horovod.
 
     python benchmarks/step.py
-    python benchmarks/step.py --model transformer --rounds 1 --steps 3         # a quick look
+    python benchmarks/step.py --models transformer --rounds 1 --steps 3         # a quick look
 
-"alone" is the same step on all ranks at once with no communication: what the others would take if it were free; "with
-a barrier" the ranks wait for each other after each step, and for nothing else. "CPU ms" is the processor's time of a
-rank and step. "staged" is hvdkit without its arena (HVDKIT_ARENA=0), so that gradients are copied to where ranks meet.
-"fp16" sends gradients in half precision, "PowerSGD" is DDP's hook of that name, of rank 4, "hvdkit horovod" is hvdkit
-with Horovod's engine, to see what the wrapper costs. Each peer runs in its own job, once a round. At the end of a job
-all ranks must hold the same weights, or the job has failed.
+"alone" is the same step on all ranks at once without communication: the other peers' time if communication were free.
+In "alone with a barrier" the ranks wait for each other after each step, and for nothing else. "CPU ms" is the CPU time
+of a rank and step. "staged" is hvdkit without its arena (HVDKIT_ARENA=0): gradients are copied into the memory where
+the ranks meet. "fp16" sends gradients in half precision. "PowerSGD" is DDP's hook of that name, with rank 4. "hvdkit
+horovod" is hvdkit with Horovod's engine, and shows the cost of the wrapper. Each peer runs in its own job, once a
+round. A job fails if its ranks do not hold the same weights at its end.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ def parse_arguments() -> argparse.Namespace:
         description="Step time of some models", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     common.add_common_flags(parser, rounds=3)
-    parser.add_argument("--model", choices=[*training.MODELS, "all"], default="all", help="what is trained")
+    models = list(training.MODELS)
+    parser.add_argument("--models", nargs="+", choices=models, default=models, help="models to train")
+    parser.add_argument("--model", choices=models, default="words", help=argparse.SUPPRESS)
     training.add_flags(parser, steps=7)
     return common.parse(parser)
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: rounds of jobs for each model, then the tables."""
+    """Run the script itself: rounds of jobs for each model, then the tables."""
     peers = common.chosen([*training.contestants(), *jobs.on_horovod()], args.peers)
     results, errors = {}, {}
-    for model in training.MODELS if args.model == "all" else [args.model]:
+    for model in args.models:
         results[model] = measure(args, peers, model)
         errors.update({f"{name}, {model}": error for name, error in results[model]["errors"].items()})
     common.save("step", args, {"models": results}, draw(results))

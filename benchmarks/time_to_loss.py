@@ -3,14 +3,14 @@
     sudo python benchmarks/time_to_loss.py
     sudo python benchmarks/time_to_loss.py --gigabits 1 --steps 50 --peers DDP "hvdkit int8"         # a quick look
 
-Trains the model of examples/pytorch_text.py on two hosts, which are namespaces on this machine (see namespaces.py),
-with one rank each. All start from the same weights and see the same batches. Every few steps the loss of text that is
-not trained on is taken; neither its seconds nor its bytes count. Bytes are those that a host's network card sent, with
-headers. A loss is smoothed over the last three of them. "dense" is what fp32 ends with, and a little more
-(--tolerance); "common" is what all reach that do not diverge. dgc, and topk where its name says so, warm up for a fifth
-of the steps. dgc has a momentum of its own, so it trains with SGD and not with AdamW: next to it stand DDP and hvdkit
-with SGD and that momentum, and it is compared with these. DDP's PowerSGD hook over Gloo may hang or abort with several
-buckets, so it runs with a single one.
+The script trains the model of examples/pytorch_text.py on two hosts, namespaces on this machine (see namespaces.py),
+with one rank each. All peers start from the same weights and see the same batches. Every few steps the loss of text
+that is not trained on is measured; its seconds and bytes do not count. Bytes are those that a host's network card sent,
+with headers. A loss is the mean of the last three measurements. "dense" is the last loss of fp32, and a little more
+(--tolerance); "common" is the loss that all peers reach that do not diverge. dgc, and topk with "warm-up" in its name,
+warm up for a fifth of the steps. dgc has its own momentum, so it trains with SGD, not with AdamW; it is compared with
+DDP and hvdkit with SGD and that momentum. DDP's PowerSGD hook over Gloo may hang or abort with several buckets, so it
+has a single bucket.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from arrival import COMPARED, DDP, GOALS, OWN_DENSE
 from jobs import Peer
 
 SCRIPT = Path(__file__).name
-# By the end of a contestant's name; with several buckets PowerSGD's sums may meet others', and the job hangs or aborts.
+# Flags by the end of a name. With several buckets, PowerSGD's sums may meet other sums, and the job hangs or aborts.
 HOOKS = {
     "fp16": ("--compression", "fp16"),
     "bf16": ("--compression", "bf16"),
     "PowerSGD": ("--compression", "powersgd", "--one-bucket"),
 }
 ONE_BUCKET_MB = 1 << 14
-WARMUP_EPOCHS = 4  # which together are a fifth of the steps
+WARMUP_EPOCHS = 4  # together a fifth of the steps
 SMOOTHED = 3
 
 
@@ -53,12 +53,12 @@ def parse_arguments() -> argparse.Namespace:
     common.add_common_flags(parser, rounds=1, ranks=False)
     parser.add_argument("--gigabits", type=float, nargs="+", default=[1, 0.2], help="rates of the wire, in Gb/s")
     own = ["mpi", "torch"] if jobs.has_mpi() else ["torch"]
-    parser.add_argument("--transport", choices=own, default=own[0], help="hvdkit's")
-    parser.add_argument("--name", default="time_to_loss", help="what the results are named")
+    parser.add_argument("--transport", choices=own, default=own[0], help="transport of hvdkit")
+    parser.add_argument("--name", default="time_to_loss", help="file name of the results")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two losses")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and step")
-    parser.add_argument("--held-out", type=int, default=32, help="sequences that the loss is taken of")
+    parser.add_argument("--held-out", type=int, default=32, help="sequences of which the loss is measured")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--layers", type=int, default=6, help="transformer blocks")
     parser.add_argument("--width", type=int, default=512, help="width of the model")
@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=int, default=8_000_000, help="read no more source code than this")
     parser.add_argument("--seed", type=int, default=42, help="seed of the weights and of the choice of sequences")
     parser.add_argument(
-        "--tolerance", type=float, default=0.5, help="how far above the last loss of fp32, in %%, still counts as dense"
+        "--tolerance", type=float, default=0.5, help="%% above the last loss of fp32 that still count as dense"
     )
     for name, default in (("compression", "none"), ("optimizer", "adamw")):
         parser.add_argument(f"--{name}", default=default, help=argparse.SUPPRESS)
@@ -88,7 +88,7 @@ _WORKER_FLAGS = (
 
 
 def contestants(transport: str) -> list[Peer]:
-    """DDP with and without its hooks, and hvdkit with the codecs that it has."""
+    """Return DDP with and without its hooks, and hvdkit with its codecs."""
     sgd = ("--optimizer", "sgd")
     launcher = {"mpi": "mpi", "torch": "gloo"}[transport]
     found = [Peer(DDP, "ddp", "plain")]
@@ -106,7 +106,7 @@ def contestants(transport: str) -> list[Peer]:
 
 @dataclass(frozen=True)
 class Trainer:
-    """This rank's end of a contestant: ``step`` takes the averaged gradients, where ``backward`` has been called."""
+    """This rank's end of a contestant: ``step`` applies the averaged gradients after ``backward`` was called."""
 
     rank: int
     ranks: int
@@ -177,13 +177,13 @@ def _clip(args: argparse.Namespace, model: Any) -> None:
 
 
 def wire_bytes() -> int:
-    """What this host's network cards sent so far."""
+    """Return the bytes that this host's network cards have sent so far."""
     cards = [card for card in Path("/sys/class/net").iterdir() if card.name != "lo"]
     return sum(int((card / "statistics" / "tx_bytes").read_text()) for card in cards)
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs."""
+    """Train on a rank, and report the figures of its training."""
     import torch
 
     sys.path.insert(0, str(jobs.ROOT / "examples"))
@@ -200,7 +200,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, model: Any, end: Trainer) -> dict[str, Any]:
-    """Loss, seconds and bytes of all steps, losses of other text, and a fingerprint of the weights."""
+    """Train; return loss, seconds and bytes of all steps, losses of other text, and a fingerprint of the weights."""
     import torch
     from pytorch_text import draw, learning_rate, load_sources, next_byte_loss
 
@@ -235,9 +235,9 @@ def train(args: argparse.Namespace, model: Any, end: Trainer) -> dict[str, Any]:
 
 
 def digest(args: argparse.Namespace, peer: Peer, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A job's reports in one: per step, and the curve of the loss with seconds and bytes since the start.
+    """Merge the reports of a job: figures per step, and the curve of the loss with seconds and bytes since the start.
 
-    Raises RuntimeError if the ranks ended with different weights, and those are numbers.
+    Raises RuntimeError if the ranks ended with different weights. NaN counts as equal to NaN.
     """
     if len({str(one["weights"]) for one in reports}) > 1:
         raise RuntimeError(f"{peer.name}: the ranks ended with different weights")
@@ -265,7 +265,7 @@ def digest(args: argparse.Namespace, peer: Peer, reports: Sequence[dict[str, Any
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """What JSON can hold: None for what is not finite."""
+    """Return the values for JSON: None for a value that is not finite."""
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
@@ -284,7 +284,7 @@ def measure(args: argparse.Namespace, gigabits: float, peers: list[Peer]) -> dic
 
 
 def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """The table of a rate, and what came of the targets."""
+    """Print the table of a rate, and the verdicts on the targets."""
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -316,7 +316,7 @@ def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Any:
-    """For each rate the loss by seconds and by bytes, of the first round; dashed: DDP, dotted: all with SGD."""
+    """Draw for each rate the loss by seconds and by bytes, of the first round. Dashed: DDP; dotted: all with SGD."""
     plt = common.pyplot()
     figure, panels = plt.subplots(len(results), 2, figsize=(15, 6 * len(results)), squeeze=False)
     for row, result in zip(panels, results, strict=True):
@@ -339,7 +339,7 @@ def draw(results: Sequence[dict[str, Any]]) -> Any:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: for each rate, rounds of trainings, then the table."""
+    """Run the script itself: for each rate, rounds of trainings, then the table."""
     if reason := namespaces.missing():
         raise SystemExit(f"cannot make two hosts: {reason}")
     peers = common.chosen(contestants(args.transport), args.peers)

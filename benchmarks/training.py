@@ -1,4 +1,4 @@
-"""A training step under every peer: who takes part, what a rank runs, and the table of the outcome."""
+"""A training step under every peer: the peers, the work of a rank, and the table of the results."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _WORKER_FLAGS = ("steps", "warmup_steps", "batch_size", "context", "layers", "wi
 
 
 def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
-    """Compute alone, DDP with and without its hooks, hvdkit and Horovod with fp32 and fp16 on the wire.
+    """Return compute alone, DDP with and without its hooks, hvdkit and Horovod with fp32 and fp16 on the wire.
 
-    ``codecs``: more of hvdkit's, by their names in CODECS.
+    ``codecs`` adds hvdkit with more codecs, by their names in CODECS.
     """
     return [
         Peer(ALONE, "alone", "plain"),
@@ -63,7 +63,7 @@ def contestants(codecs: Sequence[str] = ()) -> list[Peer]:
 
 
 def add_flags(parser: argparse.ArgumentParser, steps: int) -> None:
-    """The flags of a timed job, with a default of ``steps``, and of the size of the models."""
+    """Add the flags of a timed job, with a default of ``steps``, and of the size of the models."""
     parser.add_argument("--steps", type=int, default=steps, help="timed steps per round")
     parser.add_argument("--warmup-steps", type=int, default=3, help="steps per round before the timed ones")
     parser.add_argument("--batch-size", type=int, default=4, help="transformer: sequences per rank and step")
@@ -78,13 +78,13 @@ def add_flags(parser: argparse.ArgumentParser, steps: int) -> None:
 
 
 def worker_flags(args: argparse.Namespace, model: str) -> list[Any]:
-    """What a rank has to be told."""
+    """Return the flags that a rank needs."""
     flags = [word for name in _WORKER_FLAGS for word in (f"--{name.replace('_', '-')}", getattr(args, name))]
     return ["--threads", args.threads, "--model", model, *flags]
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a rank runs: seconds of every timed step by phase, of the processor, and a fingerprint of the weights."""
+    """Train on a rank, and report seconds of each timed step by phase, costs, and a fingerprint of the weights."""
     import models
     import torch
     import torch.distributed as dist
@@ -153,22 +153,22 @@ def work(args: argparse.Namespace) -> None:
 
 
 def costs() -> list[float]:
-    """Return what this process has used: CPU seconds, those of threads other than this one, voluntary switches."""
+    """Return the CPU seconds of this process, those of its threads other than this one, and voluntary switches."""
     seconds = time.process_time()
     return [seconds, seconds - time.thread_time(), float(resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw)]
 
 
 def codec(hvd: Any, name: str, **more: Any) -> Any:
-    """One of CODECS, with more parameters. Of Horovod, which has ``none`` and ``fp16``, too."""
+    """Return one of CODECS, with more parameters. ``hvd`` may be Horovod, which has ``none`` and ``fp16``."""
     attribute, parameters = CODECS[name]
     found, parameters = getattr(hvd.Compression, attribute), parameters | more
     return found(**parameters) if parameters else found
 
 
 def data_parallel(model: Any, compression: str, **options: Any) -> Any:
-    """DDP with the hook that PyTorch has for ``compression``, and with more of DDP's options.
+    """Return DDP with the hook that PyTorch has for ``compression``, and with more of DDP's options.
 
-    The others leave the statistics of batch normalisation to each rank, so DDP does not broadcast them either.
+    The other peers leave the statistics of batch normalisation to each rank, so DDP does not broadcast them either.
     """
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -189,7 +189,7 @@ def data_parallel(model: Any, compression: str, **options: Any) -> Any:
 
 
 def digest(peer: Peer, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A job's reports in one: milliseconds of each step and of each phase, averaged over the ranks.
+    """Merge the reports of a job: milliseconds of each step and of each phase, averaged over the ranks.
 
     Raises RuntimeError if the ranks were to train the same weights and did not.
     """
@@ -207,12 +207,12 @@ def digest(peer: Peer, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def medians(rounds: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """Milliseconds of the median step of each round and peer."""
+    """Return the milliseconds of the median step of each round and peer."""
     return [{name: float(np.median(job["milliseconds"])) for name, job in one.items()} for one in rounds]
 
 
 def summarise(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """One entry per peer: its step, processor's time, share of compute alone, and time as a multiple of DDP's."""
+    """Return an entry per peer: its step, its costs, its share of compute alone, and its time over DDP's."""
     by_round = medians(rounds)
     return [
         {
@@ -240,7 +240,7 @@ HEADERS = [
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    """An entry of ``summarise`` under HEADERS."""
+    """Return the cells of an entry of ``summarise``, in the order of HEADERS."""
     pooled = entry["milliseconds"]
     return [
         entry["peer"],
@@ -253,7 +253,7 @@ def row(entry: dict[str, Any]) -> list[str]:
 
 
 def draw(axes: Any, summary: Sequence[dict[str, Any]], title: str, what: str = "step") -> None:
-    """A bar per peer with its quartiles."""
+    """Draw a bar per peer with its quartiles."""
     names = [one["peer"] for one in summary]
     times = [one["milliseconds"] for one in summary]
     bars = [[one["median"] - one["q1"] for one in times], [one["q3"] - one["median"] for one in times]]

@@ -2,14 +2,14 @@
 
     sudo python benchmarks/two_hosts.py
     sudo python benchmarks/two_hosts.py --gigabits 1 --rounds 1 --steps 3         # a quick look
-    sudo python benchmarks/two_hosts.py --gigabits 1 --parts step --batch-size 1 --steps 20 --codecs int8 topk powersgd
+    sudo python benchmarks/two_hosts.py --gigabits 1 --parts step --batch-size 1 --steps 20 --codecs onebit
 
 The hosts are Linux namespaces on this machine (see namespaces.py), made anew for each job, with one rank each. "wire"
-is what a plain TCP connection carries in both directions at once; at high rates that alone takes a good part of the
-cores, which the ranks share with it. An allreduce of n bytes sends at least 2 n (H-1) / H out of each of H hosts and as
-many in. The bound is the time that takes on the wire; for a step it is forward + max(backward, wire) + optimizer, with
-the phases of the step alone. The allreduces are in place. "2 links" is mpi4py with two TCP connections, which hvdkit
-always asks Open MPI for.
+is the rate of a plain TCP connection in both directions at once. At high rates that connection alone takes a good part
+of the cores, which the ranks share with it. An allreduce of n bytes sends at least 2 n (H-1) / H bytes out of each of H
+hosts and as many in. The bound is the time of these bytes on the wire. For a step the bound is forward + max(backward,
+wire) + optimizer, with the phases of the step alone. The allreduces are in place. "2 links" is mpi4py with two TCP
+connections, for which hvdkit always asks Open MPI.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--calls", type=int, default=5, help="timed allreduces per round")
     parser.add_argument(
-        "--codecs", nargs="+", choices=sorted(set(training.CODECS) - {"none", "fp16"}), default=[],
-        help="the step with these codecs as well; the results are then named two_hosts_codecs",
+        "--codecs", nargs="*", choices=sorted(set(training.CODECS) - {"none", "fp16"}),
+        default=["int8", "topk", "powersgd"], help="the step with these codecs as well as with fp16",
     )  # fmt: skip
-    parser.add_argument("--model", choices=list(training.MODELS), default="transformer", help="what is trained")
+    parser.add_argument("--model", choices=list(training.MODELS), default="transformer", help="model to train")
     parser.add_argument("--mpi-args", default="", help="more words for mpirun, e.g. '--mca btl_tcp_links 2'")
     training.add_flags(parser, steps=6)
     return common.parse(parser)
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a host runs to measure the wire: both send and receive at once; the fastest turn and its CPU."""
+    """Measure the wire on a host, while both hosts send and receive at once. Report the fastest turn and its CPU."""
     rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     connection = _meet(rank, address)
     turn_bytes = int(args.gigabits[0] * 1e9 / 8 * TURN_SECONDS)
@@ -79,7 +79,7 @@ def work(args: argparse.Namespace) -> None:
             left -= connection.recv_into(incoming, min(left, PIECE_BYTES))
         sender.join()
         wall = time.perf_counter() - began
-        if turn:  # the first one finds the speed
+        if turn:  # the first turn finds the speed
             rates.append([turn_bytes / wall, (time.process_time() - used) / wall])
     bytes_per_second, cores = max(rates)
     jobs.report(args.report, rank, {"bytes_per_second": bytes_per_second, "cores": cores})
@@ -113,7 +113,7 @@ class Link:
         self.gigabits = gigabits
 
     def run(self, script: str, peer: Peer, flags: list[Any]) -> list[Any]:
-        """What the ranks of a peer's job reported, or of the wire's."""
+        """Run a job of a peer or of the wire, and return the reports of its ranks."""
         args = self.args
         ranks_per_host = 1 if peer is WIRE else args.ranks_per_host
         with namespaces.two_hosts(self.gigabits) as hosts:
@@ -122,19 +122,19 @@ class Link:
             return jobs.run_job(FOLDER / script, peer, flags, ranks, args.threads, args.timeout, start)
 
     def wire(self) -> dict[str, float]:
-        """Bytes per second in the slower direction, and the cores which that takes of a host."""
+        """Return the bytes per second in the slower direction, and the cores that the wire takes of a host."""
         reports = self.run("two_hosts.py", WIRE, ["--gigabits", self.gigabits])
         slower = min(one["bytes_per_second"] for one in reports)
         return {"bytes_per_second": slower, "cores": max(one["cores"] for one in reports)}
 
 
 def wire_milliseconds(count: float, wire: dict[str, float]) -> float:
-    """The bound for an allreduce of ``count`` bytes."""
+    """Return the bound for an allreduce of ``count`` bytes."""
     return 1e3 * count * 2 * (HOSTS - 1) / HOSTS / wire["bytes_per_second"]
 
 
 def contestants(parts: list[str], names: list[str] | None, codecs: list[str]) -> dict[str, list[Peer]]:
-    """Who takes part in each part that has anyone; all that ``names`` holds, or all. ``codecs``: more for the step."""
+    """Return the peers of each part that has any: those in ``names``, or all. ``codecs`` adds peers to the step."""
     names_of_mpi = ("mpi4py", allreduce.TWO_LINKS) if jobs.has_mpi() else ()
     mpi4py = [Peer(name, name, "mpi", ("--inplace",)) for name in names_of_mpi]
     step = [peer for peer in training.contestants(codecs) if not {"--staged", "--barrier"} & set(peer.flags)]
@@ -142,7 +142,7 @@ def contestants(parts: list[str], names: list[str] | None, codecs: list[str]) ->
         "allreduce": [*jobs.horovods("", "--inplace"), Peer("Gloo", "gloo", "plain"), *mpi4py],
         "step": step,
     }
-    common.chosen([peer for part in parts for peer in found[part]], names)  # says which are unknown
+    common.chosen([peer for part in parts for peer in found[part]], names)  # exits if a name is unknown
     for peer in found["allreduce"]:
         if peer.launcher == "horovod":
             print(f"left out: {peer.name}, whose launcher reaches other hosts by ssh only")
@@ -152,7 +152,7 @@ def contestants(parts: list[str], names: list[str] | None, codecs: list[str]) ->
 
 
 def measure_allreduce(args: argparse.Namespace, link: Link, peers: list[Peer]) -> dict[str, Any]:
-    """Milliseconds of an allreduce per peer, and the share of the wire's rate which that is."""
+    """Return the milliseconds of an allreduce per peer, and its share of the wire's rate."""
     size = round(args.megabytes * 1e6) // 4 * 4
     flags = ["--threads", args.threads, "--calls", args.calls, "--smallest", size, "--largest", size]
 
@@ -183,7 +183,7 @@ def measure_allreduce(args: argparse.Namespace, link: Link, peers: list[Peer]) -
 
 
 def measure_step(args: argparse.Namespace, link: Link, peers: list[Peer]) -> dict[str, Any]:
-    """Milliseconds of a training step per peer, and its time as a multiple of the bound of what it sends."""
+    """Return the milliseconds of a training step per peer, and its time as a multiple of the bound for its bytes."""
     flags = training.worker_flags(args, args.model)
 
     def job(peer: Peer) -> Any:
@@ -206,7 +206,7 @@ def measure_step(args: argparse.Namespace, link: Link, peers: list[Peer]) -> dic
 
 
 def bound_of(peer: str) -> str:
-    """Which bound holds for a peer: of compute alone for codecs whose bytes are too few to count."""
+    """Return the name of a peer's bound: compute alone for codecs whose bytes are too few to count."""
     if peer.endswith((" fp16", " bf16")):
         return "bound fp16"
     dense = peer in {
@@ -218,7 +218,7 @@ def bound_of(peer: str) -> str:
 
 
 def step_bounds(alone: dict[str, Any], wire: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that a step takes at least, if its gradients travel in fp32 and in fp16."""
+    """Return the least milliseconds of a step whose gradients travel in fp32 and in fp16."""
     forward, backward, optimizer = (alone["phases"][name] for name in training.PHASES)
     wires = [wire_milliseconds(alone["parameters"] * width, wire) for width in (4, 2)]
     return dict(zip(STEP_BOUNDS, [forward + max(backward, seconds) + optimizer for seconds in wires], strict=True))
@@ -230,7 +230,7 @@ def _need_wire(errors: dict[str, str]) -> None:
 
 
 def show(args: argparse.Namespace, gigabits: float, result: dict[str, Any]) -> None:
-    """The tables of one rate."""
+    """Print the tables of one rate."""
     ratios = f"ratios: median [smallest, largest] of {args.rounds} rounds"
     for part, measured in result.items():
         wire = {key: np.median([one[key] for one in measured["wire"]]) for key in measured["wire"][0]}
@@ -256,7 +256,7 @@ def show(args: argparse.Namespace, gigabits: float, result: dict[str, Any]) -> N
 
 
 def compare(args: argparse.Namespace) -> None:
-    """What the script itself runs: for each rate, rounds of allreduces and of steps, then the tables."""
+    """Run the script itself: for each rate, rounds of allreduces and of steps, then the tables."""
     if reason := namespaces.missing():
         raise SystemExit(f"cannot make two hosts: {reason}")
     measures = {"allreduce": measure_allreduce, "step": measure_step}
@@ -269,12 +269,12 @@ def compare(args: argparse.Namespace) -> None:
         for part, measured in results[gigabits].items():
             errors.update({f"{name}, {part}, {gigabits:g} Gb/s": error for name, error in measured["errors"].items()})
     rates = [{"gigabits": gigabits, **result} for gigabits, result in results.items()]
-    common.save("two_hosts_codecs" if args.codecs else "two_hosts", args, {"rates": rates}, draw(args, results))
+    common.save("two_hosts", args, {"rates": rates}, draw(args, results))
     common.finish(errors)
 
 
 def draw(args: argparse.Namespace, results: dict[float, Any]) -> Any:
-    """A column per rate and a row per part, with dashed lines at the bounds."""
+    """Draw a column per rate and a row per part, with dashed lines at the bounds."""
     plt = common.pyplot()
     shape = len(next(iter(results.values()))), len(results)
     figure, panels = plt.subplots(*shape, figsize=(6.5 * shape[1], 4 * shape[0]), squeeze=False)

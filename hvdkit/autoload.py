@@ -28,7 +28,9 @@ def register() -> None:
             handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
             handlers["env"] = functools.partial(meet, handlers["env"])
     except Exception:
-        logging.getLogger("hvdkit").debug("hvdkit was not registered as a backend of torch.distributed", exc_info=True)
+        logging.getLogger("hvdkit").debug(
+            "hvdkit is not, or not completely, registered with torch.distributed", exc_info=True
+        )
 
 
 def meet(by_variables: Any, url: str, **options: Any) -> Any:

@@ -49,7 +49,8 @@ def flags() -> str:
 def effects() -> dict[str, str]:
     """Return the effect of each of horovodrun's other flags."""
     without_effect = {flag: f"no effect: {reason}" for flag, reason in horovod_flags.REASONS.items()}
-    granted = dict.fromkeys(horovod_flags.GRANTED, "hvdkit always behaves in this way")
+    always = "hvdkit always behaves in this way: it checks the hosts at each start, and its log lines have no time"
+    granted = dict.fromkeys(horovod_flags.GRANTED, always)
     refused = {flag: f"refused: {fact}; {instead}" for flag, (fact, instead) in horovod_flags.REFUSALS.items()}
     return without_effect | granted | refused
 

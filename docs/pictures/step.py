@@ -10,7 +10,7 @@ PEERS = {
     "alone": ("compute alone", "#9a9a9a"),
     "hvdkit mpi": ("hvdkit on MPI", "#3b6ea8"),
     "DDP": ("DistributedDataParallel", "#e0a458"),
-    "horovod mpi": ("Horovod on MPI", "#c8643c"),
+    "Horovod mpi": ("Horovod on MPI", "#c8643c"),
 }
 MODELS = {"transformer": "Transformer, 20.7 M parameters", "convolution": "ResNet-50, 25.6 M parameters"}
 
@@ -25,11 +25,12 @@ def main() -> None:
     models = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text())["models"]
     figure, rows = pyplot.subplots(len(MODELS), 1, figsize=(6.4, 4.6), layout="constrained")
     for axes, (model, title) in zip(rows, MODELS.items(), strict=True):
-        times = {each["peer"].lower(): each["milliseconds"]["median"] for each in models[model]["summary"]}
+        times = {each["peer"]: each["milliseconds"]["median"] for each in models[model]["summary"]}
+        measured = {peer: shown for peer, shown in PEERS.items() if peer in times}
         bars = axes.barh(
-            [name for name, _ in PEERS.values()],
-            [times[peer.lower()] for peer in PEERS],
-            color=[colour for _, colour in PEERS.values()],
+            [name for name, _ in measured.values()],
+            [times[peer] for peer in measured],
+            color=[colour for _, colour in measured.values()],
         )
         axes.bar_label(bars, fmt="%.0f", padding=4, fontsize=13)
         axes.tick_params(labelsize=13)

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: who has no more joins, and gets the others' model at the end."""
+"""Train ranks with different numbers of batches: a rank that runs out joins, and receives the last rank's model."""
 
 import torch
 import torch.nn.functional as F

@@ -42,7 +42,7 @@ logger = logging.getLogger("hvdkit")
 
 NOT_SERVED = (
     "the gradients of %s are allocated in memory that the ranks of this host do not share, and are summed in chunks, "
-    "which is slower: %s. If this is wanted, set HVDKIT_ARENA=0"
+    "which is slower: %s. To accept this without a warning, set HVDKIT_ARENA=0"
 )
 
 # Smaller gradients are copied into one block of the lane, which costs less than reducing each where it lies.

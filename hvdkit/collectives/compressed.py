@@ -258,7 +258,7 @@ class _Wire:
         for peer, first in incoming.items():
             nbytes, most = frames.nbytes_of(first, group.members[peer]), self._most(elements[peer])
             if not frames.HEADER_BYTES <= nbytes <= most:
-                problem = f"its header says {nbytes} bytes, but only {frames.HEADER_BYTES} to {most} are possible"
+                problem = f"by its header it has {nbytes} bytes, but only {frames.HEADER_BYTES} to {most} are possible"
                 raise PayloadError(group.members[peer], problem)
             if nbytes > first.nbytes:
                 incoming[peer] = whole = self._room(nbytes)

@@ -191,5 +191,5 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _malformed(text: str) -> EnvironmentConflictError:
-    hint = "set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints the hosts in the list"
+    hint = "set MASTER_ADDR and MASTER_PORT in every task; `scontrol show hostnames` prints the hosts of the job"
     return EnvironmentConflictError(f"cannot read Slurm's list {text!r}\nHINT: {hint}")

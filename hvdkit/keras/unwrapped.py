@@ -18,8 +18,9 @@ NOT_WRAPPED = (
     "The optimizer '{name}' ({kind}) updates variables with gradients of rank {rank} alone: the {size} ranks train "
     "different models.\n"
     "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer), also after a model was loaded "
-    "(or use hvd.load_model). A loop of your own that reduces gradients by hvdkit.tensorflow.DistributedGradientTape "
-    "or hvd.allreduce gets no warning. If ranks train apart on purpose, call hvd.unsynchronized(optimizer)."
+    "(or use hvd.load_model). A loop of your own reduces gradients by hvdkit.tensorflow.DistributedGradientTape, or by "
+    "hvd.allreduce, whose results it must not change. If it changes them, or if ranks train apart on purpose, call "
+    "hvd.unsynchronized(optimizer)."
 )
 
 

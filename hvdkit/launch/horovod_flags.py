@@ -29,7 +29,7 @@ _NO_EFFECT = {
     "set HVDKIT_TIMEOUT_SECONDS: how long a rank may give no sign of life": "--gloo-timeout-seconds=",
     "hand them to mpirun with --mpi-args": "--binding-args=",
 }
-# hvdkit behaves in this way already: its log lines carry no time of their own.
+# hvdkit always behaves in this way: it checks the hosts at each start, and its log lines have no time.
 GRANTED = ("--disable-cache", "--log-without-timestamp", "--log-hide-timestamp")
 # The reason why flags are refused, and what to do instead: the flags.
 _REFUSED = {

@@ -75,7 +75,7 @@ def _without_doubles(hosts: list[Host], where: str) -> list[Host]:
     names = [host.name for host in hosts]
     if doubles := sorted({name for name in names if names.count(name) > 1}):
         hint = "name each host once, with all its slots"
-        raise UsageError(f"{', '.join(doubles)} appears more than once in {where!r}\nHINT: {hint}")
+        raise UsageError(f"named more than once in {where!r}: {', '.join(doubles)}\nHINT: {hint}")
     return hosts
 
 

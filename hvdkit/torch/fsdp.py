@@ -24,7 +24,7 @@ class ReduceScatter:
     """
 
     def __init__(self, compression: Any) -> None:
-        """Take one of hvd.Compression whose payloads are summed element by element: int8, int4, topk, sign, ...
+        """Take one of hvd.Compression whose payloads are summed element by element: int8, int4, onebit, topk, ...
 
         Raises TypeError for another compression.
 

@@ -107,8 +107,8 @@ class SyncBatchNorm(_BatchNorm):
             return module
         if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise ValueError(
-                f"convert_sync_batchnorm: {type(module).__name__} must be initialized, got a layer that saw no input"
-                "\nHINT: run the model once before you convert it."
+                f"convert_sync_batchnorm: {type(module).__name__} must be initialized, got a layer that has seen "
+                "no input\nHINT: run the model once before you convert it."
             )
         arguments = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         converted = cls(*arguments, device="meta")  # every tensor is replaced below

@@ -67,5 +67,5 @@ def open_gloo(rank: int, size: int, addresses: Sequence[str]) -> tuple[Any, Addr
     except RuntimeError as error:
         raise TransportUnavailableError(
             f"rank {rank} could not open Gloo: {str(error).splitlines()[0]}\n"
-            "HINT: check the addresses of this host; GLOO_SOCKET_IFNAME names its network interface."
+            "HINT: check the addresses of this host, or choose its network interface with GLOO_SOCKET_IFNAME."
         ) from error

@@ -26,7 +26,7 @@ STANDARD_ERROR = 2  # sys.stderr may be no file, as in a notebook
 LONGEST_SECONDS = 1e6  # faulthandler takes no more
 # More for the store of torch.distributed, which breaks its deadlines while the rank that serves it is stopped.
 LONGEST_ANSWER_SECONDS = 2.0
-STOPPED = "HINT: see whether the process that should answer was stopped, and whether its host can still be reached."
+STOPPED = "HINT: see whether the process at the other end was stopped, and whether its host can still be reached."
 
 CALLS_IN_TURN = 1
 STUCK_SECONDS = 0.1

@@ -103,7 +103,9 @@ def test_who_differs_in_what_is_named():
     text, is_error = told([1, 2, 3], [1, 5, 3], [1, 2, 3])
     assert is_error
     assert "of 'SGD.0' are not the same on all ranks after step 7: 'conv.bias' (of 3) differ. " in text
-    assert "The values of rank 1 differ from those of ranks 0, 2.\nHINT: hvd.broadcast() makes them equal again" in text
+    assert (
+        "The values of rank 1 differ from those of ranks 0, 2.\nHINT: to make them equal, use hvd.broadcast()" in text
+    )
     text, _ = told([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 5])
     assert "The values of ranks 3, 4 and of rank 2 differ from those of ranks 0, 1" in text
     text, _ = told([1, 2, 3], [4, 2, 3], [5, 2, 3])

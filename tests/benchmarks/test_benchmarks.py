@@ -33,7 +33,7 @@ BENCHMARKS = {
         ["--smallest", "4096", "--largest", "65536", "--calls", "3"],
         ["hvdkit fusion buffer", "hvdkit torch in place", "one pass", "mpi4py", "Gloo"],
     ),
-    "step": ([*SMALL_STEP, "--model", "transformer"], ["alone", "DDP fp16", "hvdkit mpi", "hvdkit torch fp16"]),
+    "step": ([*SMALL_STEP, "--models", "transformer"], ["alone", "DDP fp16", "hvdkit mpi", "hvdkit torch fp16"]),
     "keras_fit": (SMALL_STEP, ["alone", "hvdkit"]),
     "idle": (["--seconds", "0.2", "--slow-seconds", "0.2"], ["torch", "hvdkit mpi"]),
     "memory": ([*SMALL_MODEL, "--steps", "1"], ["plain", "DDP", "hvdkit torch wrapped"]),
@@ -114,8 +114,23 @@ def test_a_checkout_without_native_kernels_is_told_at_the_start(name: str, path:
     assert "HINT" in hint
 
 
+def test_one_command_measures_with_every_benchmark_that_needs_no_gpu() -> None:
+    done = run_to_end([sys.executable, "benchmarks/all.py", "--list"], 60)
+    assert done.status == 0, done.stderr
+    listed = {line.split()[1] for line in done.stdout.splitlines()}
+    paths = [path for path in (ROOT / "benchmarks").glob("*.py") if "common.parse(parser)" in path.read_text()]
+    assert listed == {f"benchmarks/{path.name}" for path in paths if not path.name.startswith("device_")}
+
+
+def test_a_part_that_does_not_exist_is_refused() -> None:
+    done = run_to_end([sys.executable, "benchmarks/all.py", "beside", "steps"], 60)
+    assert done.status == 2
+    assert "no such part: steps; the parts are beside, step, two_hosts," in done.stderr
+
+
 def test_all_scripts_look_for_native_kernels() -> None:
-    scripts = [path.read_text() for path in (ROOT / "benchmarks").glob("*.py")]
+    paths = (ROOT / "benchmarks").glob("*.py")
+    scripts = [path.read_text() for path in paths if path.name != "all.py"]  # it runs the others
     programs = [script for script in scripts if '__name__ == "__main__"' in script]
     assert len(programs) >= len(BENCHMARKS)
     assert all("common.parse(parser)" in program for program in programs)

@@ -207,7 +207,7 @@ def test_no_memory_is_taken_for_more_than_a_payload_can_have(name):
         message[: frames.HEADER_BYTES] = frame[: frames.HEADER_BYTES]
 
     failure = damaged(codec, forge)
-    assert f"its header says {frames.HEADER_BYTES + most + 8} bytes" in str(failure)
+    assert f"by its header it has {frames.HEADER_BYTES + most + 8} bytes" in str(failure)
 
 
 @settings(max_examples=200, deadline=None)

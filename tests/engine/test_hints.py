@@ -52,7 +52,7 @@ def test_every_mismatch_says_what_to_do(kind, field, value, hint):
     [
         ("sync_batch_norm.statistics", "give all ranks the same number of batches, or use BatchNorm."),
         ("SGD.0.embedding.weight.slices", "pass sparse_as_dense=True to the optimizer, or give all ranks the same "),
-        ("x", "once a rank has joined, the others may call only allreduce and barrier; make all other "),
+        ("x", "once a rank has joined, operations of all ranks may only be allreduce (as in an optimizer's "),
     ],
 )
 def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name, hint):

@@ -191,7 +191,7 @@ def test_a_rank_that_stops_with_its_ticket_is_missed_killed_and_replaced():
     flags, fault = "-np 3 --min-np 2", "generation 1 rank 1 ticket stop"
     with elastic_job(flags, fault, HVDKIT_TIMEOUT_SECONDS="2") as job:
         job.wait_for(2, 2, seconds=20)  # not only after --elastic-timeout
-        assert any(line.endswith(" is killed: other ranks miss it") for line in job.messages)
+        assert any(line.endswith(" is killed: others wait for it") for line in job.messages)
         job.finish()
 
 
@@ -270,7 +270,7 @@ def test_the_last_answer_of_a_discovery_script_that_fails_holds(tmp_path, text, 
         os.replace(new, script)
         until(lambda: job.messages, PATIENCE_SECONDS, lambda: "the message")
         job.finish()
-        assert job.messages == [f"hvdkitrun: the discovery script {script} {fact}; its last answer stays valid"]
+        assert job.messages == [f"hvdkitrun: the discovery script {script}: {fact}; its last answer stays valid"]
 
 
 def test_too_few_slots_end_the_job_after_the_timeout(tmp_path):

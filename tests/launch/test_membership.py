@@ -156,7 +156,7 @@ def test_a_member_that_its_peers_call_lost_is_killed_after_5_seconds():
     stopped = generation.members[1]
     driver.world.hang(stopped)
     driver.run(20)
-    assert driver.kills == {stopped.number: "other ranks miss it"}
+    assert driver.kills == {stopped.number: "others wait for it"}
     driver.run_until(3)
     driver.finish()
 
@@ -294,7 +294,7 @@ def test_one_rank_that_asks_has_the_others_interrupted_and_those_that_stay_silen
     assert machine.wakes_at() == 7.0  # it would gather others
     assert machine.time_passed(7.0) == []
     assert machine.wakes_at() == 52.0
-    assert act(machine, machine.time_passed(52.0), Kill) == [Kill(1, "other ranks miss it")]
+    assert act(machine, machine.time_passed(52.0), Kill) == [Kill(1, "others wait for it")]
     assert machine.wakes_at() == math.inf
 
 
@@ -333,7 +333,7 @@ def test_a_blamed_rank_that_is_silent_is_killed_after_5_seconds():
     machine = ready(Limits(2, 1, 2), {"a": 2})
     machine.asked(2.0, 0, 4, failed=True, lost=1)
     assert machine.wakes_at() == 7.0
-    assert act(machine, machine.time_passed(7.0), Kill) == [Kill(1, "other ranks miss it")]
+    assert act(machine, machine.time_passed(7.0), Kill) == [Kill(1, "others wait for it")]
 
 
 def test_newcomers_are_gathered_for_5_seconds_while_others_load():

@@ -116,7 +116,7 @@ def test_wrong_arguments_are_refused() -> None:
         hvd.ddp_hook(hvd.Compression.int8, timeout=3)  # type: ignore[arg-type]
     with told(ValueError, "timeout must be above zero"):
         hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(0))
-    with told(TypeError, "process_group must be a group with this rank, or None", "HINT"):
+    with told(TypeError, "process_group must be a process group with this rank, or None", "HINT"):
         hvd.ddp_hook(hvd.Compression.int8, process_group=-100)
     with told(ValueError, "init_process_group"):
         hvd.ddp_hook(hvd.Compression.int8).state_dict()

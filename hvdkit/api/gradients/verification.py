@@ -36,9 +36,9 @@ DIFFER = "The parameters of '{title}' are not the same on all ranks after step {
 NEVER_BROADCAST = (
     "HINT: they most likely never were the same; have all ranks start from the same values: {broadcast}. This is a "
     "warning because a broadcast may follow the first step; if the parameters still differ at the next comparison, "
-    "after step 10 at the latest, it is an error. Otherwise "
+    "after step 10 at the latest, it is an error. If they were the same at the start: "
 )
-LATER = "HINT: {broadcast} makes them equal again; find out why they differ: "
+LATER = "HINT: to make them equal, use {broadcast}; find out why they differ: "
 CAUSES = (
     "gradients were changed on one rank unnoticed (in PyTorch through .data) between backward() and step(); ranks "
     "stepped differently (learning rates, random numbers in the update, a step that one rank left out, hvd.join() "
@@ -47,7 +47,7 @@ CAUSES = (
 )
 OTHER_MACHINES = (
     "The ranks that differ do not compute alike ({machines}), so the same update may have been rounded differently. "
-    "This warning appears once; it is an error when parameters differ by more than rounding explains."
+    "Later differences of this kind are not reported; a difference that rounding does not explain is an error."
 )
 BEYOND_ROUNDING = (
     "The ranks do not compute alike ({machines}), but rounding does not explain this: the values of rank {rank} "

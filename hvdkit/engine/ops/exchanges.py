@@ -97,7 +97,7 @@ def _wrong_splits(key: Key, rank: int, request: Request, size: int) -> str | Non
         return (
             f"Mismatched splits for {key}: rank {rank} sent splits {splits} for a first dimension of {rows} "
             f"and {size} ranks.\n"
-            "HINT: pass one number of rows for each rank; each is 0 or more, and their sum is at most all rows."
+            "HINT: pass one number of rows for each rank; each is 0 or more, their sum at most the first dimension."
         )
     return None
 

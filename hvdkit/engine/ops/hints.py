@@ -16,10 +16,10 @@ APART = (
     "MetricAverageCallback, so that all ranks stop together."
 )
 UNEVEN_FIT = (
-    "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all ranks, by "
-    "steps_per_epoch=min over the ranks, or drop the rest of the data. Otherwise the callbacks differ: use the same "
-    "callbacks in the same order on all ranks, and put EarlyStopping, or any other callback that ends an epoch or the "
-    "training, after MetricAverageCallback, so that all ranks see the same metrics."
+    "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all ranks, "
+    "for example the smallest as steps_per_epoch, or drop the rest of the data. Otherwise the callbacks differ: use "
+    "the same callbacks in the same order on all ranks, and put EarlyStopping, or any other callback that ends an "
+    "epoch or the training, after MetricAverageCallback, so that all ranks see the same metrics."
 )
 LEFT_EARLY = (
     "HINT: see what rank {rank} printed. All ranks must make the same calls: no call under 'if hvd.rank() == 0' alone, "
@@ -90,8 +90,8 @@ def for_joined(name: str) -> str:
             "HINT: pass sparse_as_dense=True to the optimizer, or give all ranks the same number of batches."
         )
     return (
-        "\nHINT: once a rank has joined, the others may call only allreduce and barrier; make all other calls before, "
-        "on all ranks."
+        "\nHINT: once a rank has joined, operations of all ranks may only be allreduce (as in an optimizer's step) and "
+        "barrier; make all other calls before, on all ranks."
     )
 
 

@@ -124,7 +124,7 @@ class InitExchanges:
                     continue
                 _, turn = _STARTUP.unpack_from(payload)
                 if turn != self._turn or rank not in ranks or len(payload) > MOST_BYTES:
-                    said = f"the introduction of rank {rank} ({len(payload)} bytes)"
+                    said = f"the message of rank {rank} ({len(payload)} bytes)"
                     raise HorovodInternalError(f"hvd.init() on rank {transport.rank} does not understand {said}.")
                 came[rank] = payload[_STARTUP.size :]
             return len(came) == len(ranks)

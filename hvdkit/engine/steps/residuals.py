@@ -20,7 +20,7 @@ from hvdkit.engine.steps.schedule import Piece
 from hvdkit.engine.telemetry.compression_report import Report
 
 TOO_LARGE = (
-    "{count} values that compression kept for '{name}' are not finite when scaled to its gradient here, and are lost."
+    "Values that compression kept for '{name}' are not finite when scaled to its gradient here, and are lost: {count}"
 )
 
 Arrays = dict[str, Array]  # by kind, as RESIDUAL: flat float32 arrays of one tensor

@@ -117,7 +117,7 @@ class Discovery:
 
     def _fail(self, fact: str) -> None:
         if not self._is_failing:
-            self._say(f"the discovery script {self._script} {fact}; its last answer stays valid")
+            self._say(f"the discovery script {self._script}: {fact}; its last answer stays valid")
         self._is_failing = True
 
     def close(self) -> None:

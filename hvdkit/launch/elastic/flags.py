@@ -110,7 +110,7 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None, rescues:
     listens = arguments.listen is not None
     if listens != (arguments.secret_file is not None):
         fact = "--listen without --secret-file" if listens else "--secret-file without --listen or --join"
-        raise UsageError(f"{fact}\nHINT: hosts that join must prove that they know the secret in the file")
+        raise UsageError(f"{fact}\nHINT: give it too: hosts that join prove that they know its secret")
     given = [flag for name, flag in _FLAGS.items() if getattr(arguments, name) is not None]
     if not given:
         return None
@@ -134,7 +134,7 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None, rescues:
         raise UsageError(f"-np {start} asks for more processes than there are slots ({slots})\nHINT: lower -np, or -H")
     cooldown = (float("inf"),) * 2 if arguments.blacklist == "host" else arguments.cooldown
     if cooldown is not None and cooldown[0] > cooldown[1]:
-        raise UsageError("--blacklist-cooldown-range: LOW is larger than HIGH\nHINT: write it as in 10 60")
+        raise UsageError("--blacklist-cooldown-range: LOW is larger than HIGH\nHINT: give LOW first, as in 10 60")
     timeout = 600.0 if arguments.elastic_timeout is None else arguments.elastic_timeout
     limits = Limits(
         start, least, most, timeout, arguments.reset_limit, None if cooldown is None else tuple(cooldown),

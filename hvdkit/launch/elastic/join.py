@@ -64,7 +64,7 @@ def _connect(address: tuple[str, int], secret: bytes, seconds: float, where: str
             if connection is not None:
                 connection.close()
             if time.monotonic() + AGAIN_SECONDS > gives_up_at:
-                hint = "check that hvdkitrun --listen runs there, and firewalls; --start-timeout waits longer"
+                hint = "check that hvdkitrun --listen runs there, behind no firewall; --start-timeout waits longer"
                 fact = f"cannot reach hvdkitrun at {where} within {seconds:g} s"
                 raise LaunchError(f"{fact}: {error.strerror or error}\nHINT: {hint}") from error
             time.sleep(AGAIN_SECONDS)

@@ -274,7 +274,7 @@ class Membership:
                 self._kill_at_fault(worker, f"it was not ready within {self._limits.seconds:g} s")
             else:
                 worker.is_killed = True
-                how = "other ranks miss it" if worker.phase == Phase.MEMBER else "it did not end when it was dismissed"
+                how = "others wait for it" if worker.phase == Phase.MEMBER else "it did not end when it was dismissed"
                 self._actions.append(Kill(worker.number, how))
 
     def _kill_at_fault(self, worker: ElasticWorker, reason: str) -> None:

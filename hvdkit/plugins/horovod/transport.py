@@ -128,7 +128,7 @@ class HorovodTransport(Layer):
             )
         if self.rank == 0 and problem != NOT_INSTALLED:
             logger.warning(
-                "Horovod's engine is not used; hvdkit's own engine sends tensors over %s: %s", self.carrier, problem
+                "Horovod's engine is not used (%s); hvdkit's own engine sends tensors over %s", problem, self.carrier
             )
         return self.inner
 

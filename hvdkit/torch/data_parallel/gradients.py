@@ -275,8 +275,8 @@ def checked(saved: Any) -> list[Mapping[str, Any]]:
         for key, what in ALIKE.items():
             if state[key] != states[0][key]:
                 raise ValueError(
-                    f"{LOADING}: the state_dicts are not of the same step of a job: number {number} has another {what} "
-                    "than number 0\nHINT: load the state_dicts that all ranks saved after the same step."
+                    f"{LOADING}: the state_dicts are not of the same step of the same job: number {number} has"
+                    f" another {what} than number 0\nHINT: load the states that all ranks saved after the same step."
                 )
         if any(state["rank"] == other["rank"] for other in states[:number]):
             raise ValueError(

@@ -23,7 +23,8 @@ from hvdkit.torch.distributed.session import close_at_exit, close_session, meet
 
 NAME = "ddp_hook"
 MEETING = (
-    "to use a ddp_hook.\nHINT: all ranks of the model's process group must use one; use several in the same order."
+    "to use a ddp_hook.\nHINT: all ranks of the model's process group must use one; make several hooks in the same "
+    "order on all ranks."
 )
 LEAVING = "its process or its ddp_hook has ended"
 

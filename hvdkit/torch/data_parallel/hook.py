@@ -188,7 +188,7 @@ class DDPHook:
             if self._broken is not None:  # now that _fail would find the bucket
                 raise HorovodInternalError(f"an earlier step failed: {self._broken}")
             if is_first and not is_new:
-                raise HorovodInternalError("an exception ended the last backward pass before its last bucket")
+                raise HorovodInternalError("an exception ended the backward pass before this one")
             buckets = [bucket]
             if not gradients.is_registered:
                 if not is_last:
@@ -278,7 +278,7 @@ def ddp_hook(compression: Any, process_group: Any = None, timeout: timedelta | N
     check_told_apart(FUNCTION, codec)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
-            f"{FUNCTION}: process_group must be a group with this rank, or None, got {process_group!r}\n"
+            f"{FUNCTION}: process_group must be a process group with this rank, or None, got {process_group!r}\n"
             "HINT: give the process group of the DistributedDataParallel."
         )
     if timeout is not None and not isinstance(timeout, timedelta):

@@ -131,7 +131,7 @@ class TorchState(ObjectState):
         optimizer: Any = self._handlers.get("optimizer")
         kept = 0 if self._is_copied or optimizer is None else optimizer.steps
         if self._codecs():
-            logger.warning("The residuals of a lost rank, compressed but not sent, are lost with the rank.")
+            logger.warning("If a rank was lost, its residuals, which compression has not sent yet, are lost too.")
         for handler in self._handlers.values():
             handler.restore()
         for _ in range(kept):

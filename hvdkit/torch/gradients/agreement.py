@@ -31,8 +31,8 @@ NOTHING_TO_ENCODE = (
 IN_DDP = (
     "DistributedOptimizer '{title}' on rank {rank}: its parameter '{name}' belongs to a DistributedDataParallel too, "
     "which also averages its gradient over the ranks.\n"
-    "HINT: if the program puts the model in a DistributedDataParallel, use the optimizer without "
-    "hvd.DistributedOptimizer; or train the bare model. Accelerate and the Trainer of transformers wrap models "
+    "HINT: keep the DistributedDataParallel and use the optimizer without hvd.DistributedOptimizer, or train the bare "
+    "model. Accelerate and the Trainer of transformers wrap models "
     "themselves; hvd.ddp_hook(codec) compresses gradients there."
 )
 SHARDED = (

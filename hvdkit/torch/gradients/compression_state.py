@@ -19,8 +19,9 @@ KEY = "compression"
 
 FORMAT = 4  # of the dict that ``save`` returns
 OTHER_FORMAT = (
-    'The entry "compression" of the state_dict was not written by this version of hvdkit.\n'
-    "HINT: leave the entry out, which loses the gradients that were compressed but not sent yet."
+    "The state of the compression in the state_dict was not written by this version of hvdkit.\n"
+    "HINT: load without it (the entry 'compression' of an optimizer's state_dict, or the whole state_dict of a "
+    "ddp_hook), which loses the parts of gradients that compression has not sent yet."
 )
 IN_STATE = 'the state_dict\'s "compression":'
 IN_FLIGHT = (

@@ -36,7 +36,7 @@ from hvdkit.transports.security.store import pause
 from hvdkit.transports.waiters import LONGEST_ANSWER_SECONDS, STOPPED, ends_process_after
 
 STRANGERS = (
-    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if all have the same file, somebody else is on this "
+    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if all have the same secret, somebody else is on this "
     "network, see SECURITY.md."
 )
 NEVER = timedelta(days=3650)  # Gloo breaks every connection when a wait times out; deadlines are the engine's, per peer

@@ -95,8 +95,8 @@ class KeyValueServer(ThreadingHTTPServer):
             self._refused.add(address)
             # At once: Horovod ends a rank that is refused, and this job with it.
             logger.warning(
-                "rank 0 refused a client at %s where the ranks of Horovod's engine meet, since no host of the job has "
-                "this address. If the client is a rank behind network address translation (NAT), set "
+                "rank 0 refused a client at %s: no host of the job has this address, and only ranks may use the place "
+                "where Horovod's engine meets. If the client is a rank behind network address translation (NAT), set "
                 "HVDKIT_TRANSPORT=torch or mpi.",
                 address,
             )

@@ -148,7 +148,7 @@ def rendezvous_by_mpi(world: World, meeting: object, timeout_seconds: float) -> 
         except TransportUnavailableError as error:
             words = f"! {error}"  # or the others would wait for ever
         message[:] = (label + words.encode())[:ADDRESS_BYTES].ljust(ADDRESS_BYTES)
-    late = f"rank {world.rank} waited {timeout_seconds:g} s for MPI to send the address of rank 0.\n{STOPPED}"
+    late = f"rank {world.rank} waited {timeout_seconds:g} s for MPI to carry the address of rank 0.\n{STOPPED}"
     with ends_process_after(timeout_seconds, late):
         if world.rank == 0:
             sent = [MPI.COMM_WORLD.Isend([message, MPI.BYTE], rank, ADDRESS_TAG) for rank in world.launched[1:]]
