@@ -92,7 +92,8 @@ class Settings:
     transport: str = _choice(TRANSPORTS)(
         "auto",
         "HVDKIT_TRANSPORT",
-        "the transport that carries the bytes; `auto` chooses it by the launcher and the device",
+        "the transport that carries the bytes: `mpi` (mpi4py), `torch` (PyTorch's Gloo and NCCL), `horovod` (the "
+        "engine of an installed Horovod), `solo` (one process); `auto` chooses it by the launcher and the device",
     )
     timeout_seconds: float = _positive_seconds(
         60.0,
@@ -124,20 +125,20 @@ class Settings:
     secret_file: str = _path(
         "",
         "HVDKIT_SECRET_FILE",
-        "a file with a secret, which only its user may read; ranks of the torch transport prove to each other that "
+        "a file with a secret, which no other user may read; ranks of the torch transport prove to each other that "
         "they know the secret; `hvdkitrun` makes a secret for each job",
     )
     fusion_threshold: int | None = _bytes_or_auto(
         None,
         "HVDKIT_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD",
-        "size of a fusion buffer; larger ones save latency, smaller ones start earlier; 0 sends each tensor alone; "
-        "`auto` measures the network at init; if all ranks are on one host and their threads use every core, it is "
-        "128 MiB, and gradients are summed after the backward pass",
+        "size of a fusion buffer: a larger buffer needs fewer messages, a smaller buffer starts earlier; 0 sends each "
+        "tensor alone; `auto` derives the size from a measurement of the network at init, or takes 128 MiB if all "
+        "ranks are on one host and their threads use every core (gradients are then summed after the backward pass)",
     )
     cycle_time_ms: float = _milliseconds(
         1.0,
         "HVDKIT_CYCLE_TIME HOROVOD_CYCLE_TIME",
-        "longest pause between two polls of a transport that must be polled, while something is pending",
+        "longest pause between two polls of a transport that must be polled (MPI), while something is pending",
     )
     spin_microseconds: int = _count("us")(
         200,
@@ -147,19 +148,19 @@ class Settings:
     idle_poll_ms: float = _milliseconds(
         10.0,
         "HVDKIT_IDLE_POLL_MS",
-        "pause between two polls of a transport that must be polled, while nothing is pending",
+        "pause between two polls of a transport that must be polled (MPI), while nothing is pending",
     )
     max_bytes_in_flight: int | None = _bytes_or_auto(
         None,
         "HVDKIT_MAX_BYTES_IN_FLIGHT",
-        "how many bytes of gradients are on the wire at once; they need as much scratch memory; 0 is one bucket at a "
-        "time; `auto` is four buckets, or as much as the network holds",
+        "most bytes of gradients that are sent at the same time, which need scratch memory of that size; 0 sends one "
+        "bucket at a time; `auto` is four buckets, or the number of bytes that are under way on the network",
     )
     allreduce: str = _choice(_ALLREDUCES)(
         "auto",
         "HVDKIT_ALLREDUCE",
-        "the algorithm between ranks that share no memory; `auto` takes the quickest that sums in rank order; ring, "
-        "tree and butterfly round half precision at each hop",
+        "the algorithm of an allreduce between ranks that share no memory; `auto` takes the quickest algorithm that "
+        "sums in rank order; ring, tree and butterfly round half precision at each rank on the way",
     )
     verify: int = _count("steps")(
         1000,
@@ -181,8 +182,8 @@ class Settings:
     arena: bool = _switch(
         True,
         "HVDKIT_ARENA",
-        "whether PyTorch's gradients are allocated in memory that the ranks of a node share, so that they are summed "
-        "in place; otherwise, and with the aarch64 wheels of PyTorch, `step()` copies them there in chunks",
+        "1 allocates PyTorch's gradients in memory that the ranks of a node share, so that they are summed in place; "
+        "with 0, and with the aarch64 wheels of PyTorch, `step()` copies them there in chunks",
     )
     compute_threads: int = _threads(
         1,
@@ -213,7 +214,7 @@ class Settings:
     timeline_mark_cycles: bool = _switch(
         False,
         "HVDKIT_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES",
-        "1 marks every round of the engine in the timeline",
+        "1 marks every round of the engine (each pass of its loop) in the timeline",
     )
     dynamic_process_sets: bool = _switch(
         False,

@@ -43,7 +43,7 @@ def flags() -> str:
     for flag, text in effects().items():
         others.setdefault(text, []).append(f"`{flag}`")
     rows = [f"{', '.join(flags)} | {text}" for text, flags in others.items()]
-    return "\n\n".join([*tables, _table("other flags of horovodrun", None, "flag | what becomes of it", rows)])
+    return "\n\n".join([*tables, _table("other flags of horovodrun", None, "flag | effect", rows)])
 
 
 def effects() -> dict[str, str]:

@@ -9,12 +9,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-if "RANK" in os.environ:  # before Accelerate makes a group of Gloo
+if "RANK" in os.environ:  # before Accelerate creates a Gloo group
     torch.distributed.init_process_group("hvdkit")
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 size = accelerator.num_processes
 
-torch.manual_seed(accelerator.process_index)  # other weights on each rank, until DDP broadcasts rank 0's
+torch.manual_seed(accelerator.process_index)  # different weights on each rank, until DDP broadcasts rank 0's
 pixels, digits = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(pixels[:1792], dtype=torch.float32) / 16, torch.tensor(digits[:1792]))
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))

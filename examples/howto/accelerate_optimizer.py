@@ -17,7 +17,7 @@ hvd.init()
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 size = accelerator.num_processes
 
-torch.manual_seed(accelerator.process_index)  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(accelerator.process_index)  # different weights on each rank, until rank 0's are broadcast
 pixels, digits = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(pixels[:1792], dtype=torch.float32) / 16, torch.tensor(digits[:1792]))
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))

@@ -1,4 +1,4 @@
-"""Rank 0 writes a checkpoint and reads it again; all ranks go on from what rank 0 has."""
+"""Rank 0 writes a checkpoint and reads it again; all ranks continue from it."""
 
 import os
 import tempfile
@@ -19,8 +19,8 @@ labels = torch.tensor(digits[mine])
 
 
 def train(path: Path, epochs: int) -> None:
-    """Train up to this epoch, from the checkpoint if there is one. Prints the loss."""
-    torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+    """Train until ``epochs`` epochs are done, from the checkpoint if there is one, and print the loss."""
+    torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -44,7 +44,7 @@ def train(path: Path, epochs: int) -> None:
         if hvd.rank() == 0:
             state = {"epochs": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)  # whoever is killed leaves the old checkpoint or the new one
+            os.replace(path.with_suffix(".tmp"), path)  # if killed here, the old or the new file remains
     loss = hvd.allreduce(loss.detach(), name="loss")
     if hvd.rank() == 0:
         print(f"epochs {done} to {epochs}: loss {loss:.6f}, on {hvd.size()} rank(s)")
@@ -53,4 +53,4 @@ def train(path: Path, epochs: int) -> None:
 with tempfile.TemporaryDirectory() as folder:
     train(Path(folder) / "at_once.pt", 20)
     train(Path(folder) / "in_two.pt", 10)
-    train(Path(folder) / "in_two.pt", 20)  # what a job does that is started again: the loss is that of the first line
+    train(Path(folder) / "in_two.pt", 20)  # as a restarted job does; the loss equals that of the first line

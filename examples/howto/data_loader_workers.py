@@ -27,7 +27,7 @@ class Digits(Dataset):
 
 def train() -> None:
     hvd.init()
-    torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+    torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
     data = Digits()
     sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(
@@ -36,7 +36,7 @@ def train() -> None:
         sampler=sampler,
         num_workers=WORKERS,
         persistent_workers=True,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(hvd.rank()),  # seeds of workers; equal ones draw the same noise
+        generator=torch.Generator().manual_seed(hvd.rank()),  # so that workers of different ranks draw different noise
     )
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
@@ -45,7 +45,7 @@ def train() -> None:
 
     seeds = set()
     for epoch in range(5):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same on all ranks, of which each takes its share
+        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks; each rank takes its share of it
         total = torch.zeros(())
         for images, labels, loaded_by in loader:
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ import hvdkit.torch as hvd
 PATIENCE = 3
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
 images, labels = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(digits)
@@ -31,8 +31,8 @@ for epoch in range(1, 201):
         own = F.cross_entropy(model(test_images), test_labels, reduction="sum").double()
     sums = torch.stack([own, torch.tensor(len(test_labels)).double()])
     total, seen = hvd.allreduce(sums, op=hvd.Sum, name="validation").tolist()
-    # All ranks have the same bits, so all decide alike. By its own loss one rank would stop while the others wait for
-    # its gradients.
+    # All ranks have the same bits, so all decide alike. If each rank used its own loss, one would stop while the
+    # others wait for its gradients.
     if total / seen < best:
         best, best_epoch = total / seen, epoch
     elif epoch - best_epoch >= PATIENCE:

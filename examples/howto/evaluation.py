@@ -1,4 +1,4 @@
-"""Accuracy and loss over all test images, of which the ranks have shares of different sizes."""
+"""Accuracy and loss over all test images; the ranks have shares of different sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
 images, labels = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(digits)
@@ -28,10 +28,10 @@ for _ in range(40):
 
 @torch.no_grad()
 def evaluate() -> tuple[float, float, int]:
-    """The loss and the accuracy over all test images, and how many they are."""
+    """Return the loss and the accuracy over all test images, and the number of these images."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)  # exact, however many images there are
-    # Batches are dealt in turn: no image twice, and rank 0 has one batch more than the last rank.
+    # Batches are dealt in turn, so no image counts twice. Of two ranks, rank 0 has 300 images and rank 1 has 217.
     batches = range(0, len(test_labels), 100)[hvd.rank() :: hvd.size()]
     for first in batches:
         x, y = test_images[first : first + 100], test_labels[first : first + 100]
@@ -39,8 +39,8 @@ def evaluate() -> tuple[float, float, int]:
         sums[0] += F.cross_entropy(scores, y, reduction="sum")
         sums[1] += (scores.argmax(dim=1) == y).sum()
         sums[2] += len(y)
-    # One call after the loop, which all ranks make equally often. Sums, since the mean of the ranks' means would give
-    # an image of a small share more weight.
+    # One call, after the loop: all ranks make it once. Sums, since the mean of the ranks' means would give an image
+    # of a small share more weight.
     loss, right, seen = hvd.allreduce(sums, op=hvd.Sum, name="evaluation").tolist()
     return loss / seen, right / seen, int(seen)
 

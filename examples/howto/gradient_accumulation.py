@@ -10,7 +10,7 @@ import hvdkit.torch as hvd
 PASSES = 4
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
 mine = slice(hvd.rank(), 1792, hvd.size())
@@ -25,7 +25,7 @@ optimizer = hvd.DistributedOptimizer(
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 for _ in range(40):
-    optimizer.zero_grad()  # once a step: between the passes it raises, since it would throw away what they add up
+    optimizer.zero_grad()  # once per step: between passes it raises an error, since it would discard their sum
     total = torch.zeros(())
     for part in range(PASSES):
         # Passes are added up, not averaged; the division makes them the mean over the whole batch.

@@ -8,10 +8,10 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
-mine = slice(hvd.rank(), 1792, hvd.size())  # shares of one size: the mean of their gradients is that of the batch
+mine = slice(hvd.rank(), 1792, hvd.size())  # equal shares: the mean of their gradients is that of the batch
 images = torch.tensor(pixels[mine], dtype=torch.float32) / 16
 labels = torch.tensor(digits[mine])
 
@@ -27,7 +27,7 @@ for _ in range(40):
     # backward() has only begun to reduce gradients. From here on .grad is the average over all ranks.
     optimizer.synchronize()
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.25)
-    # Outside of this, step() would reduce what was clipped once more: time lost, and with op=hvd.Sum another sum.
+    # Outside of skip_synchronize(), step() would reduce the clipped gradients again: slower, and wrong with hvd.Sum.
     with optimizer.skip_synchronize():
         optimizer.step()
 

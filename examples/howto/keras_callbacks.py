@@ -1,4 +1,4 @@
-"""The order of Keras's callbacks: what looks at metrics comes after the callback that averages them over all ranks."""
+"""The order of Keras's callbacks: callbacks that read metrics come after the one that averages them over all ranks."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ import hvdkit.keras as hvd
 BATCH = 256  # of all ranks together
 
 hvd.init()
-keras.utils.set_random_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+keras.utils.set_random_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
 images = pixels.astype(np.float32) / 16
@@ -28,7 +28,7 @@ best = Path(folder.name) / "best.keras"
 callbacks = [
     # First, before any callback looks at the weights.
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    # Before all that look at metrics. Until here val_loss is that of this rank's images.
+    # Before all callbacks that read metrics. Until here, val_loss is that of this rank's images.
     hvd.callbacks.MetricAverageCallback(),
     keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=0.02),
 ]
@@ -39,7 +39,7 @@ history = model.fit(
     images[train],
     digits[train],
     batch_size=BATCH // hvd.size(),
-    shuffle=False,  # so that one process prints the same; shuffle in earnest
+    shuffle=False,  # so that one process prints the same; in real training, shuffle
     epochs=12,
     validation_data=(images[test], digits[test]),
     callbacks=callbacks,

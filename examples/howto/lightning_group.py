@@ -1,4 +1,4 @@
-"""Train a LightningModule by Lightning's own strategies, DDP and FSDP, on a process group of hvdkit."""
+"""Train a LightningModule with Lightning's own strategies, DDP and FSDP, on a process group of hvdkit."""
 
 import os
 

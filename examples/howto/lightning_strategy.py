@@ -1,4 +1,4 @@
-"""Train a LightningModule by the strategy "hvdkit": a DistributedOptimizer around each of its optimizers."""
+"""Train a LightningModule with the strategy "hvdkit", which wraps its optimizers in DistributedOptimizers."""
 
 import lightning.pytorch as pl
 import torch
@@ -27,7 +27,7 @@ class Classifier(pl.LightningModule):
 
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until the strategy broadcasts rank 0's
+torch.manual_seed(hvd.rank())  # different weights on each rank, until the strategy broadcasts rank 0's
 pixels, digits = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(pixels[:1792], dtype=torch.float32) / 16, torch.tensor(digits[:1792]))
 loader = DataLoader(data, batch_size=128 // hvd.size())  # Lightning gives each rank its share of the data

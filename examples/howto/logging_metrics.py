@@ -18,10 +18,10 @@ hvd.init()
 level = logging.INFO if hvd.rank() == 0 else logging.WARNING
 logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
 log = logging.getLogger("train")
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
-share = slice(hvd.rank(), 1792, hvd.size())  # shares of one size: the mean of the ranks' means is that of all images
+share = slice(hvd.rank(), 1792, hvd.size())  # equal shares: the mean of the ranks' means is that of all images
 images, labels = torch.tensor(pixels[share], dtype=torch.float32) / 16, torch.tensor(digits[share])
 
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -41,6 +41,6 @@ for step in trange(1, 41, desc="steps", disable=hvd.rank() != 0):
         # One allreduce for all metrics, and on all ranks: under "if hvd.rank() == 0" it would wait for the others.
         loss, accuracy = hvd.allreduce(sums / EVERY, name="metrics").tolist()
         log.info("step %d: loss %.6f, accuracy %.4f", step, loss, accuracy)
-        # A writer of TensorBoard would be rank 0's: if writer is not None: writer.add_scalar("loss", loss, step)
+        # With TensorBoard, only rank 0 has a writer: if writer is not None: writer.add_scalar("loss", loss, step)
         sums.zero_()
 log.info("%d steps, on %d rank(s)", step, hvd.size())

@@ -8,7 +8,7 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
 mine = slice(hvd.rank(), 1792, hvd.size())
@@ -28,9 +28,9 @@ for step in range(40):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = F.cross_entropy(model(images), labels)
     if step == 5 and hvd.rank() == 0:
-        loss = loss * float("inf")  # what an overflow on one rank does: after the sum, all ranks skip this step
+        loss = loss * float("inf")  # as after an overflow on one rank: after the sum, all ranks skip this step
     scaler.scale(loss).backward()
-    optimizer.synchronize()  # first: unscaling on each rank would change gradients that are being sent
+    optimizer.synchronize()  # waits for the gradients of all ranks; from here on your own functions may change them
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.25)
     with optimizer.skip_synchronize():

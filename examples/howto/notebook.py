@@ -13,8 +13,8 @@ import hvdkit.torch as hvd
 # %% The whole job is one function: its arguments come from the notebook, and its result goes back there.
 def train(rate: float) -> str:
     """Train on the digits, on as many ranks as there are, and return the loss over all of them."""
-    hvd.init()  # called again, as when a cell runs twice, it does nothing
-    torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+    hvd.init()  # a second call, as when a cell runs twice, does nothing
+    torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
     pixels, digits = load_digits(return_X_y=True)
     share = slice(hvd.rank(), 1792, hvd.size())
     images, labels = torch.tensor(pixels[share], dtype=torch.float32) / 16, torch.tensor(digits[share])
@@ -31,7 +31,7 @@ def train(rate: float) -> str:
     return f"loss {loss:.6f}, on {hvd.size()} rank(s)"
 
 
-# %% This process is a rank alone: use it for a debugger, a small model and a look at tensors.
+# %% This process is a job of one rank: use it to debug, to try a small model and to inspect tensors.
 print(train(rate=0.5))
 print(train(rate=0.5))
 

@@ -1,4 +1,4 @@
-"""Python objects between ranks: one settings object for all, and what each rank found out in one list."""
+"""Python objects between ranks: one settings object for all ranks, and a list with an object from each rank."""
 
 import random
 
@@ -10,8 +10,8 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-# What only one rank should decide: a random choice, the name of a run, a vocabulary, what a database says. All ranks
-# call this; what the others pass is ignored.
+# Rank 0 alone decides on a random choice, the name of a run, a vocabulary or the result of a query. All ranks call
+# broadcast_object(), which ignores the objects of the other ranks.
 settings = None
 if hvd.rank() == 0:
     draws = random.Random(7)
@@ -23,7 +23,7 @@ mine = range(hvd.rank(), 1792, hvd.size())
 images = torch.tensor(pixels[mine], dtype=torch.float32) / 16
 labels = torch.tensor(digits[mine])
 
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 model = nn.Sequential(nn.Linear(64, settings["width"]), nn.ReLU(), nn.Linear(settings["width"], 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=settings["rate"])
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -35,7 +35,7 @@ for _ in range(150):
     optimizer.step()
 
 wrong = (model(images).argmax(dim=1) != labels).nonzero().flatten().tolist()
-# Each rank's part may have a size and a kind of its own. The list is in the order of ranks, and all ranks get it.
+# The objects may differ in size and type. The list is in the order of ranks, and all ranks get it.
 parts = hvd.allgather_object({"images": [mine[place] for place in wrong]})
 wrong = sorted(image for part in parts for image in part["images"])
 if hvd.rank() == 0:

@@ -7,14 +7,14 @@ from torch import nn
 
 import hvdkit.torch as hvd
 
-hvd.init(process_sets="dynamic")  # sets may be added once it is known how many ranks there are
-# All ranks add all sets, in the same order, also those that they are not in.
+hvd.init(process_sets="dynamic")  # allows adding sets after init(), when hvd.size() is known
+# Every rank adds every set, in the same order, including the set that it is not in.
 teams = [hvd.add_process_set(list(range(first, hvd.size(), 2))) for first in range(2)]
 team = teams[hvd.rank() % 2]
 rate = [0.5, 0.05][hvd.rank() % 2]
 
 pixels, digits = load_digits(return_X_y=True)
-mine = slice(team.rank(), 1792, team.size())  # each team trains on all images: rank and size are those in the team
+mine = slice(team.rank(), 1792, team.size())  # each team trains on all images: rank and size within the team
 images = torch.tensor(pixels[mine], dtype=torch.float32) / 16
 labels = torch.tensor(digits[mine])
 

@@ -7,7 +7,7 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
 discriminator = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -24,7 +24,7 @@ mine = slice(hvd.rank(), 256, hvd.size())
 
 
 def loss_of(points: torch.Tensor, label: float) -> torch.Tensor:
-    """How far the discriminator is from giving all these points this label."""
+    """Return the discriminator's loss if ``label`` is the right label of all these points."""
     scores = discriminator(points)
     return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
 
@@ -38,8 +38,8 @@ for _ in range(60):
     discriminator_loss.backward()
     discriminator_optimizer.step()
 
-    # The generator's loss goes through the discriminator. Frozen, that takes no gradients: else they would be sent,
-    # too, and zero_grad() of the discriminator's optimizer would raise while they travel.
+    # The generator's loss goes through the discriminator. Freeze it for this pass: its gradients would be sent too,
+    # and the next zero_grad() of the discriminator's optimizer would raise an error.
     discriminator.requires_grad_(False)
     generator_optimizer.zero_grad()
     generator_loss = loss_of(fake, 1.0)

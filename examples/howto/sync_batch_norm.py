@@ -8,7 +8,7 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
 # In the order of their digits, so that the ranks' images differ much: of two ranks, rank 0 has no digit above 4.

@@ -8,14 +8,14 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
-share = slice(hvd.rank(), 1792, hvd.size())  # shares of one size: the mean of their gradients is that of the batch
+share = slice(hvd.rank(), 1792, hvd.size())  # equal shares: the mean of their gradients is that of the batch
 images, labels = torch.tensor(pixels[share], dtype=torch.float32) / 16, torch.tensor(digits[share])
 
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-compiled = torch.compile(model)  # has the parameters of the model; before or after the next lines is the same
+compiled = torch.compile(model)  # shares the model's parameters; may stand before or after the next two lines
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 
 size = int(os.environ.get("WORLD_SIZE", 1))
-if size > 1:  # before TrainingArguments make a group of Gloo
+if size > 1:  # before TrainingArguments creates a Gloo group
     torch.distributed.init_process_group("hvdkit")
 
 torch.manual_seed(0)  # the same weights and data on each rank
@@ -16,7 +16,7 @@ config = GPT2Config(
     vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, **no_dropout
 )
 model = GPT2LMHeadModel(config)  # with random weights
-tokens = torch.randint(0, 50, (32, 1)) + torch.arange(16)  # each token is the one before it and 1
+tokens = torch.randint(0, 50, (32, 1)) + torch.arange(16)  # each token is the previous token plus 1
 data = [{"input_ids": row, "labels": row} for row in tokens % 50]
 
 with tempfile.TemporaryDirectory() as folder:

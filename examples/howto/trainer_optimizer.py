@@ -22,7 +22,7 @@ config = GPT2Config(
 model = GPT2LMHeadModel(config)  # with random weights
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2)
-tokens = torch.randint(0, 50, (32, 1)) + torch.arange(16)  # each token is the one before it and 1
+tokens = torch.randint(0, 50, (32, 1)) + torch.arange(16)  # each token is the previous token plus 1
 data = [{"input_ids": row, "labels": row} for row in tokens % 50]
 
 with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from torch import nn
 import hvdkit.torch as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other weights on each rank, until rank 0's are broadcast
+torch.manual_seed(hvd.rank())  # different weights on each rank, until rank 0's are broadcast
 
 pixels, digits = load_digits(return_X_y=True)
 images, labels = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(digits)
@@ -27,12 +27,12 @@ for _ in range(5):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        # A rank that has joined gives zeros, and the average still divides by all ranks.
+        # A rank that has joined contributes zeros, and the average still divides by the number of all ranks.
         optimizer.step()
         total += loss.detach() * len(y)
         seen += len(y)
     last = hvd.join()  # waits until no rank has batches left; returns the rank that joined last
-    # Who joined early has missed the last steps, so all take over what the last one has.
+    # Ranks that joined early have missed the last steps, so all ranks take over the state of the last rank.
     hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     hvd.broadcast_optimizer_state(optimizer, root_rank=last)
 

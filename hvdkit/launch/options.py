@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="print more: hosts, command lines, the traceback of each rank")
     start_help = "seconds to reach all hosts, and for all processes to connect (default 30)"
     add("--start-timeout", type=_at_least(0, float, or_more=False), metavar="S", help=start_help)
-    grace_help = "seconds between SIGTERM, after which processes may save their state, and SIGKILL (default 10)"
+    grace_help = "seconds that processes have after SIGTERM, to save their state, before SIGKILL (default 10)"
     add("--stop-grace", type=_at_least(0, float), metavar="S", help=grace_help)
     add("--output-filename", metavar="DIR", help="also write the output of each process to DIR/rank.N")
     about = "print the time in front of each line of output"
@@ -148,7 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     about = "seconds after which a late rank is an error; 0: never"
     setting("--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", about, metavar="S", type=whole)
     setting("--log-level", "LOG_LEVEL", "lowest level of hvdkit's log messages", choices=_LOG_LEVELS)
-    about = "folder for the state of hvd.elastic.run when the job must end; the next start continues from it"
+    about = "write the state of hvd.elastic.run there when the job must end; the next start continues from it"
     group.add_argument("--rescue", dest="HVDKIT_RESCUE", type=os.path.abspath, metavar="FOLDER", help=about)
     parser.add_argument("--function-folder", type=Path, help=argparse.SUPPRESS)  # of hvdkit.run
     elastic_flags.add_to(parser, _at_least(1, int), _at_least(0, int), _at_least(0, float, or_more=False))

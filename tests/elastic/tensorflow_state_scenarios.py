@@ -169,8 +169,8 @@ def fit(adapter: str) -> None:
     choose = random.Random(4)
     job = ElasticJob(lambda rank: rank_of_fit(rank, adapter), PLACES)
     asked = job.form()
-    epochs = []
-    for _ in range(6):
+    epochs: list[int] = []
+    while len(epochs) < 6 or (epochs[-1] == 0 and len(epochs) < 60):  # on a busy machine, an epoch takes longer
         begun = job.reports()
         assert [each == begun[0] for each in begun] == [True] * len(begun)
         assert begun[0]["commits"] == max(0, *map(newness, asked))
@@ -180,8 +180,8 @@ def fit(adapter: str) -> None:
             job.lose(choose.randrange(len(job.workers)))
         else:
             job.workers[0].send(interrupt=True)
-            job.add("here", 4)
-            job.add("here", 5)
+            for _ in range(2):
+                job.add("here", min(set(range(9)) - {worker.slot for worker in job.workers}))
         asked = job.form()
     job.reports()
     assert epochs == sorted(epochs)

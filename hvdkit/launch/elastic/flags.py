@@ -63,7 +63,7 @@ def add_to(
     add("--max-np", "--max-num-proc", dest="most", type=whole, metavar="N", help=about)
     about = "slots of a host for which the discovery script prints no number (default 1)"
     add("--slots-per-host", type=whole, metavar="N", help=about)
-    about = "seconds to wait for --min-np processes, and for a new process to be ready (default 600)"
+    about = "seconds to wait for --min-np processes, and, separately, for each new process to be ready (default 600)"
     add("--elastic-timeout", type=seconds, metavar="S", help=about)
     about = "number of changes of membership after which the job ends (default: no limit)"
     add("--reset-limit", type=count, metavar="N", help=about)
