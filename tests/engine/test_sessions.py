@@ -339,6 +339,29 @@ def test_a_step_that_goes_on_is_not_stalled():
     on_threads(2, run, fusion_threshold=0, stall_shutdown_seconds=3.0)
 
 
+def test_a_rank_that_abandons_a_step_raises_the_refusal_that_came_before_it_waits() -> None:
+    """Whether the answer of the rank that uses the step arrives before or while the other rank waits for it."""
+    slots = [Slot(name, (4,), np.dtype(np.float32)) for name in ("one", "other")]
+
+    def run(session: Session) -> str:
+        lane = session.engine.register_plan("net", slots, op=ReduceOp.SUM)
+        hand_over(lane, 1, 1)
+        if session.engine.topology.rank == 1:
+            lane.abandonment.begin()
+            while lane.error is None:
+                sleep(0.001)
+            refused = lane.abandonment.settle
+        else:
+            hand_over(lane, 0, 1)
+            refused = lane.finish
+        with pytest.raises(MismatchError, match="gave up a step of optimizer 'net'") as raised:
+            refused()
+        return str(raised.value)
+
+    first, second = on_threads(2, run, fusion_threshold=0)
+    assert first == second
+
+
 def test_a_later_call_raises_the_error_of_an_earlier_one_with_its_class_and_rank() -> None:
     for error in (PayloadError(2, "its end is missing"), PeerLostError("rank 2 is lost", 2), MismatchError("differ")):
         again = _again(error)

@@ -55,9 +55,12 @@ class Abandonment:
                 lane.give_zeros()
 
     def settle(self) -> None:
-        """Wait until the other ranks have abandoned this step too, or raise HorovodInternalError if one has used it."""
+        """Wait until the other ranks have abandoned this step too, or raise HorovodInternalError if one has used it.
+
+        The answer of a rank that has used it may have come since ``begin``.
+        """
         lane = self._lane
-        if lane.error is not None or lane.steps not in self._steps:
+        if self.is_spent or lane.steps not in self._steps:
             return
         if lane.on_device:
             lane.end()
