@@ -25,13 +25,13 @@ WORDS = ("--model", "words", "--layers", "8", "--width", "384", "--context", "64
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the words behind ``python`` of each part, in the order in which they run."""
+    """Return the script and the flags of each part, in the order in which the parts run."""
     horovod = [f"Horovod {engine}" for engine in jobs.horovod_engines()]
     on_horovod = [peer.name for peer in jobs.on_horovod()]
     own = (["hvdkit mpi"] if jobs.has_mpi() else []) + ["hvdkit torch"]
     gradients = ["alone", "DDP", "DDP fp16", "hvdkit under DDP", *own, *(f"{name} fp16" for name in own)]
     codecs = [f"{own[0]} {codec}" for codec in ("int8", "topk", "powersgd")]
-    wired = [name for name in horovod if name.endswith(" mpi")]  # its other launcher reaches hosts by ssh only
+    horovod_by_mpi = [name for name in horovod if name.endswith(" mpi")]  # its other launcher reaches hosts by ssh only
     raw = ["Gloo", *(["mpi4py", "mpi4py 2 links"] if jobs.has_mpi() else [])]
     losses = ["DDP", "DDP fp16", "DDP PowerSGD", *(f"hvdkit {name}" for name in ("fp16", "int8", "topk", "powersgd"))]
     return {
@@ -42,7 +42,7 @@ def parts() -> dict[str, list[str]]:
         ],
         "two_hosts": [
             *("two_hosts.py", "--rounds", "2", *WORDS, "--warmup-steps", "11", "--steps", "8"),
-            *("--peers", *gradients, *codecs, f"{own[-1]} topk", *wired, *raw),
+            *("--peers", *gradients, *codecs, f"{own[-1]} topk", *horovod_by_mpi, *raw),
         ],
         "allreduce": ["allreduce.py", "--rounds", "3"],
         "compression": ["compression.py", "--rounds", "9", "--settle", "30", "--kinds", "normal"],

@@ -19,7 +19,7 @@ def elastic() -> str:
         rows.append([label, f"{times:.1f} x", f"{figure['median']:.2f} s", f"{worst:.2f} s", f"{step:.2f} s"])
     rows.sort(key=lambda row: float(row[1].removesuffix(" x")))
     headers = ["SIGKILL of one of 4 ranks, 20.5 M parameters", "time / hvdkit", "median", "worst", "a usual step"]
-    return table(headers, rows, document, "elastic")
+    return table(headers, rows, document)
 
 
 def generations() -> str:
@@ -31,7 +31,7 @@ def generations() -> str:
         for figure, (middle, worst) in figures.items()
         if figure != "1000 x ratio"
     ]
-    return table(["a change of the ranks", "median", "worst"], rows, document, "generations")
+    return table(["a change of the ranks", "median", "worst"], rows, document)
 
 
 def idle() -> str:
@@ -51,7 +51,7 @@ def idle() -> str:
         if name != "hvdkit fusion buffer"
     ]
     headers = ["share of a core", "a rank that sleeps", "a rank in an allreduce that waits for a late rank"]
-    return table(headers, rows, document, "idle")
+    return table(headers, rows, document)
 
 
 def memory() -> str:
@@ -66,7 +66,7 @@ def memory() -> str:
         if entry["peer"] != "plain" and not entry["peer"].endswith("+ init")
     ]
     headers = ["memory above training alone, / gradients", "held (PSS)", "at the peak"]
-    return table(headers, rows, document, "memory")
+    return table(headers, rows, document)
 
 
 def overhead() -> str:
@@ -80,7 +80,7 @@ def overhead() -> str:
         ]
         for entry in document["summary"]
     ]
-    return table(["the wrapped optimizer on one rank", "step above plain PyTorch", "plain"], rows, document, "overhead")
+    return table(["the wrapped optimizer on one rank", "step above plain PyTorch", "plain"], rows, document)
 
 
 def many_ranks() -> str:
@@ -95,11 +95,11 @@ def many_ranks() -> str:
         for entry in document["summary"]
     ]
     headers = ["64 ranks on one host", "meet, reduce once, leave", "threads of a rank: median; most", "sockets", "MB"]
-    return table(headers, rows, document, "many_ranks_64_ranks")
+    return table(headers, rows, document)
 
 
 def coordinator() -> str:
     """Return the time of the coordinator for an operation."""
     document = result("coordinator")
     rows = [[f"{entry['ranks']}", duration(entry["milliseconds"]["median"])] for entry in document["summary"]]
-    return table(["ranks", "one operation on rank 0"], rows, document, "coordinator")
+    return table(["ranks", "one operation on rank 0"], rows, document)

@@ -10,91 +10,107 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from docs.hooks import costs, measurements
-from docs.hooks.results import ROOT, result
+from docs.hooks.results import ROOT, ratio_of, result
 
-FASTER = 1.02  # a peer counts as faster than hvdkit from this ratio of their times on
+FASTER = 1.02  # the ratio of times from which a peer counts as faster than hvdkit
 COLUMNS = ("hvdkit on MPI", "hvdkit on Gloo", "DDP or Gloo", "Horovod on MPI", "raw mpi4py", "compute alone")
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each column of the overview, for each thing that was measured."""
-    rows: dict[str, dict[str, float]] = {}
-    for model, label in (("words", "transformer of 20.5 M, SGD"), ("convolution", "ResNet-50")):
-        rounds = result("beside")["models"][model]["rounds"]
-        engines = {name: [turn for each in rounds for turn in each[name]] for name in ("hvdkit mpi", "hvdkit torch")}
-        # The contestants of an engine take turns in its own job: their ratios are taken there.
-        base = median(turn["DDP"][0] for turns in engines.values() for turn in turns)
-        row = rows[f"step on one host, {label}"] = {"DDP or Gloo": base}
-        for column, turns in zip(COLUMNS, engines.values(), strict=False):
-            row[column] = base * median(turn["hvdkit"][0] / turn["DDP"][0] for turn in turns)
-        row["compute alone"] = base * median(
-            turn["alone"][0] / turn["DDP"][0] for turns in engines.values() for turn in turns
-        )
-    steps = result("step")["models"]["transformer"]["summary"]
-    rows["step on one host, transformer of 20.7 M, AdamW"] = _columns(steps, STEP_PEERS)
+    """Return the rows of the overview: the time of each column as a multiple of DDP's or Gloo's."""
+    rows = {
+        **{f"step on one host, {label}": _in_turn(model) for model, label in MODELS.items()},
+        "step on one host, transformer of 20.7 M, AdamW": _ratios(_steps(result("step")["models"]["transformer"])),
+    }
     for rate in result("two_hosts")["rates"]:
-        where = f"two hosts, {rate['gigabits']:g} Gb/s"
-        rows[f"step on {where}"] = _columns(rate["step"]["summary"], STEP_PEERS)
-        for codec, label in (("fp16", "fp16"), ("int8", "int8"), ("topk", "top-k 1 %")):
-            peers = {"hvdkit on MPI": f"hvdkit mpi {codec}", "hvdkit on Gloo": f"hvdkit torch {codec}"}
-            hook = {"DDP or Gloo": "DDP fp16"} if codec == "fp16" else {"DDP or Gloo": "DDP"}
-            columns = _columns(rate["step"]["summary"], peers | hook | {"compute alone": "alone"})
-            codecs = "both with fp16" if codec == "fp16" else f"{label} beside DDP without a codec"
-            rows[f"step on {where}, {codecs}"] = columns
-        rows[f"allreduce of 100 MB on {where}"] = _columns(rate["allreduce"]["summary"], ALLREDUCE_PEERS)
+        where, steps = f"two hosts, {rate['gigabits']:g} Gb/s", _steps(rate["step"])
+        rows[f"step on {where}"] = _ratios(steps)
+        for codec, base, label in CODECS:
+            own = {"hvdkit on MPI": f"hvdkit mpi {codec}", "hvdkit on Gloo": f"hvdkit torch {codec}"}
+            rows[f"step on {where}, {label}"] = _ratios(steps, {**own, BASE: base, "compute alone": "alone"})
+        sums = [
+            {name: median(times) for name, times in turn.items() if name != "wire"}
+            for turn in rate["allreduce"]["rounds"]
+        ]
+        rows[f"allreduce of 100 MB on {where}"] = _ratios(sums, SUMS)
+    in_place = {column: name if name == "Gloo" else f"{name} in place" for column, name in SUMS.items()}
     for size in (4096, 1 << 20, 100_000_000):
-        summary = [each for each in result("allreduce")["summary"] if each["bytes"] == size]
-        peers = {column: name + " in place" * (name != "Gloo") for column, name in ALLREDUCE_PEERS.items()}
-        rows[f"allreduce of {measurements.SIZES[size]} on one host, in place"] = _columns(summary, peers)
+        sums = [
+            {name: median(times[str(size)]) for name, times in turn.items()} for turn in result("allreduce")["rounds"]
+        ]
+        rows[f"allreduce of {measurements.SIZES[size]} on one host, in place"] = _ratios(sums, in_place)
     return rows
 
 
-STEP_PEERS = {
+BASE = "DDP or Gloo"
+MODELS = {"words": "transformer of 20.5 M, SGD", "convolution": "ResNet-50"}  # of benchmarks/beside.py
+STEPS = {
     "hvdkit on MPI": "hvdkit mpi",
     "hvdkit on Gloo": "hvdkit torch",
-    "DDP or Gloo": "DDP",
+    BASE: "DDP",
     "Horovod on MPI": "Horovod mpi",
     "compute alone": "alone",
 }
-ALLREDUCE_PEERS = {
+SUMS = {
     "hvdkit on MPI": "hvdkit mpi",
     "hvdkit on Gloo": "hvdkit torch",
-    "DDP or Gloo": "Gloo",
+    BASE: "Gloo",
     "Horovod on MPI": "Horovod mpi",
     "raw mpi4py": "mpi4py",
 }
+CODECS = (  # the codec, the peer beside it, and the words for both
+    ("fp16", "DDP fp16", "both with fp16"),
+    ("int8", "DDP", "int8 beside DDP without a codec"),
+    ("topk", "DDP", "top-k 1 % beside DDP without a codec"),
+)
 
 
-def _columns(summary: list[dict[str, dict[str, float]]], peers: dict[str, str]) -> dict[str, float]:
-    """Return the median time of each column's peer that took part."""
-    times = {str(each["peer"]): (each.get("milliseconds") or each["microseconds"])["median"] for each in summary}
-    return {column: times[name] for column, name in peers.items() if name in times}
+def _steps(measured: dict[str, Any]) -> list[dict[str, float]]:
+    """Return the milliseconds of the median step of each round and peer."""
+    return [{name: median(job["milliseconds"]) for name, job in turn.items()} for turn in measured["rounds"]]
+
+
+def _ratios(rounds: list[dict[str, float]], peers: dict[str, str] = STEPS) -> dict[str, float]:
+    """Return the median ratio to the base within a round, for each column whose peer took part."""
+    return {
+        column: ratio_of((turn[name], turn[peers[BASE]]) for turn in rounds)["median"]
+        for column, name in peers.items()
+        if name in rounds[0]
+    }
+
+
+def _in_turn(model: str) -> dict[str, float]:
+    """Return the row of a model of ``beside.py``, where the contestants take turns in the job of each engine."""
+    row = {BASE: 1.0}
+    for column, engine in STEPS.items():
+        turns = [turn for each in result("beside")["models"][model]["rounds"] for turn in each.get(engine, ())]
+        if turns:
+            times = [{name: wall for name, (wall, _) in turn.items()} for turn in turns]
+            row |= _ratios(times, {column: "hvdkit", BASE: "DDP", "compute alone": "alone"})
+    return row
 
 
 def overview() -> str:
-    """Return the first table of the page, times as multiples of DDP's or Gloo's, and the sentence about it."""
+    """Return the first table of the page, and the list of the peers that are faster than hvdkit."""
     lines = [f"| time / DDP's or Gloo's | {' | '.join(COLUMNS)} |", "|---|---:|---:|---:|---:|---:|---:|"]
     faster = []
     for label, row in measured().items():
-        base = row["DDP or Gloo"]
-        own = min(row[column] for column in COLUMNS[:2] if column in row)
-        rivals = {column: time for column, time in row.items() if column not in (*COLUMNS[:2], "compute alone")}
-        best = min([own, *rivals.values()])
-        cells = [_cell(row.get(column), base, best, column) for column in COLUMNS]
+        best = min(time for column, time in row.items() if column != "compute alone")
+        cells = [_cell(row.get(column), best if column != "compute alone" else 0) for column in COLUMNS]
         lines.append(f"| {label} | {' | '.join(cells)} |")
         faster += [
-            f"{label}: {_peer_of(column, label)} ({time / own:.2f} of hvdkit's time)"
-            for column, time in rivals.items()
-            if time * FASTER < own
+            f"- {label}: {_peer_of(rival, label)} takes {row[rival] / row[own]:.2f} of the time of {own}"
+            for own in COLUMNS[:2]
+            for rival in COLUMNS[2:-1]
+            if own in row and rival in row and row[rival] * FASTER < row[own]
         ]
-    sentence = (
-        f"A peer was more than {100 * (FASTER - 1):.0f} % faster than hvdkit in: {'; '.join(faster)}."
-        if faster
-        else f"No peer was more than {100 * (FASTER - 1):.0f} % faster than hvdkit in any row."
-    )
-    return "\n".join([*lines, "", sentence])
+    percent = f"more than {100 * (FASTER - 1):.0f} % faster than hvdkit"
+    if not faster:
+        return "\n".join([*lines, "", f"No peer was {percent} in any row."])
+    return "\n".join([*lines, "", f"A peer was {percent} in these rows:", "", *faster])
 
 
 def _peer_of(column: str, label: str) -> str:
@@ -103,24 +119,29 @@ def _peer_of(column: str, label: str) -> str:
     return step if label.startswith("step") else collective
 
 
-def _cell(time: float | None, base: float, best: float, column: str) -> str:
+def _cell(time: float | None, best: float) -> str:
+    """Return a cell of the overview, in bold if no time of the row is shorter."""
     if time is None:
         return "-"
-    text = f"{time / base:.2f}"
-    return f"**{text}**" if time <= best and column != "compute alone" else text
+    return f"**{time:.2f}**" if time <= best else f"{time:.2f}"
 
 
 def start() -> str:
     """Return the sentence of the start pages."""
     document = result("step")
-    times = _columns(document["models"]["transformer"]["summary"], STEP_PEERS)
-    own, machine = times["hvdkit on MPI"], document["machine"]
-    horovod = f", and {own / times['Horovod on MPI']:.2f} of Horovod's" if "Horovod on MPI" in times else ""
+    measured = document["models"]["transformer"]
+    rounds, machine = _steps(measured), document["machine"]
+    milliseconds = {entry["peer"]: entry["milliseconds"]["median"] for entry in measured["summary"]}
+
+    def ratio(name: str) -> str:
+        return f"{ratio_of((turn['hvdkit mpi'], turn[name]) for turn in rounds)['median']:.2f}"
+
+    horovod = f", and {ratio('Horovod mpi')} of Horovod's" if "Horovod mpi" in milliseconds else ""
     return (
-        "With hvdkit on MPI, a step of a transformer of 20.7 M parameters takes "
-        f"{own / times['DDP or Gloo']:.2f} of the time of DistributedDataParallel{horovod}: {own:.0f} ms, where "
-        f"compute alone takes {times['compute alone']:.0f} (2 ranks of 1 thread on {machine['usable_cores']} cores of "
-        f"an {machine['cpu']}, {document['date'][:10]})."
+        f"With hvdkit on MPI, a step of a transformer of 20.7 M parameters takes {ratio('DDP')} of the time of "
+        f"DistributedDataParallel{horovod}: {milliseconds['hvdkit mpi']:.0f} ms, where compute alone takes "
+        f"{milliseconds['alone']:.0f} (2 ranks of 1 thread on {machine['usable_cores']} cores of an "
+        f"{machine['cpu']}, {document['date'][:10]})."
     )
 
 

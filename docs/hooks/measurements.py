@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from statistics import median
+from typing import Any
 
-from docs.hooks.results import NAMES, VARIANTS, duration, peer, percent, result, spread, table
+from docs.hooks.results import NAMES, VARIANTS, duration, peer, percent, ratio_of, result, spread, table
 
 MODELS = {
     "words": "transformer, 20.5 M, SGD",
@@ -45,7 +46,7 @@ def beside() -> str:
                     ]
                 )
     headers = ["model", "2 ranks of 1 thread", "time / DDP", "efficiency [quartiles]", "ms", "CPU ms above alone"]
-    return table(headers, rows, document, "beside")
+    return table(headers, rows, document)
 
 
 def step() -> str:
@@ -56,7 +57,7 @@ def step() -> str:
             ms = entry["milliseconds"]["median"]
             ratios = [spread(entry[key]) for key in ("time_ratio_to_ddp", "efficiency")]
             rows.append(["" if index else MODELS[model], peer(entry["peer"]), *ratios, f"{ms:.0f}"])
-    return table(["model", "2 ranks of 1 thread", "time / DDP", "efficiency", "ms"], rows, document, "step")
+    return table(["model", "2 ranks of 1 thread", "time / DDP", "efficiency", "ms"], rows, document)
 
 
 def horovod_engine() -> str:
@@ -69,45 +70,31 @@ def horovod_engine() -> str:
             jobs = [
                 (median(turn[name]["milliseconds"]), median(turn[own]["milliseconds"])) for turn in measured["rounds"]
             ]
-            ratios = [mine / theirs for mine, theirs in jobs]
-            ratio = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-            rows.append([peer(name), spread(ratio), f"{median(mine for mine, _ in jobs):.0f}"])
-    return table(["2 ranks of 1 thread", "time / Horovod", "ms"], rows, document, "step")
+            rows.append([peer(name), spread(ratio_of(jobs)), f"{median(time for time, _ in jobs):.0f}"])
+    return table(["2 ranks of 1 thread", "time / Horovod", "ms"], rows, document)
 
 
 def two_hosts() -> str:
-    """Return steps and allreduces between two hosts, a column for each rate of the wire."""
-    document = result("two_hosts")
-    rates = document["rates"]
-    names = [entry["peer"] for entry in rates[0]["step"]["summary"]]
-    rows = []
-    for name in names:
-        row = [peer(name)]
-        for rate in rates:
-            (entry,) = [each for each in rate["step"]["summary"] if each["peer"] == name]
-            row += [spread(entry["time_ratio_to_ddp"]), f"{entry['milliseconds']['median']:.0f}"]
-        rows.append(row)
-    headers = ["step of the transformer, 1 rank of 1 thread on each host"]
-    for rate in rates:
-        headers += [f"{rate['gigabits']:g} Gb/s: time / DDP", "ms"]
-    return table(headers, rows, document, "two_hosts")
+    """Return the steps between two hosts."""
+    return _by_rate(
+        "step", "step of the transformer, 1 rank of 1 thread on each host", "time_ratio_to_ddp", "time / DDP"
+    )
 
 
 def two_hosts_allreduce() -> str:
     """Return the allreduce of 100 MB between two hosts."""
+    return _by_rate("allreduce", "allreduce of 100 MB, in place", "share_of_wire", "share of the wire")
+
+
+def _by_rate(part: str, title: str, ratio: str, shown_as: str) -> str:
+    """Return the table of a part of ``two_hosts.py``, with two columns for each rate of the wire."""
     document = result("two_hosts")
-    rates = document["rates"]
-    rows = []
-    for name in [entry["peer"] for entry in rates[0]["allreduce"]["summary"]]:
-        row = [peer(name)]
-        for rate in rates:
-            (entry,) = [each for each in rate["allreduce"]["summary"] if each["peer"] == name]
-            row += [spread(entry["share_of_wire"]), f"{entry['milliseconds']['median']:.0f}"]
-        rows.append(row)
-    headers = [f"allreduce of {document['arguments']['megabytes']:g} MB, in place"]
-    for rate in rates:
-        headers += [f"{rate['gigabits']:g} Gb/s: share of the wire", "ms"]
-    return table(headers, rows, document, "two_hosts")
+    headers, rows = [title], {entry["peer"]: [peer(entry["peer"])] for entry in document["rates"][0][part]["summary"]}
+    for rate in document["rates"]:
+        headers += [f"{rate['gigabits']:g} Gb/s: {shown_as}", "ms"]
+        for entry in rate[part]["summary"]:
+            rows[entry["peer"]] += [spread(entry[ratio]), f"{entry['milliseconds']['median']:.0f}"]
+    return table(headers, rows.values(), document)
 
 
 def allreduce() -> str:
@@ -118,12 +105,12 @@ def allreduce() -> str:
     names = list(dict.fromkeys(name for name, _ in found))
     order = ["one pass", "memory", *sorted((name for name in names if name.startswith("hvdkit")), key=len)]
     order += [name for name in names if name not in order]
-    rows = [
-        [peer(name), *(duration(found[name, size]["microseconds"]["median"] / 1e3) for size in sizes)]
-        for name in order
-        if name in names
-    ]
-    return table(["synchronous allreduce, 2 ranks", *(SIZES[size] for size in sizes)], rows, document, "allreduce")
+
+    def shown(entry: dict[str, Any]) -> str:
+        return f"{entry['time_ratio_to']['Gloo']['median']:.2f} ({duration(entry['microseconds']['median'] / 1e3)})"
+
+    rows = [[peer(name), *(shown(found[name, size]) for size in sizes)] for name in order if name in names]
+    return table(["2 ranks; time / raw Gloo (time)", *(SIZES[size] for size in sizes)], rows, document)
 
 
 def codecs() -> str:
@@ -149,7 +136,7 @@ def codecs() -> str:
         rows.append([label, payload, shown(name), shown(f"{name} feedback"), shown(f"{name} decode")])
     millions = document["arguments"]["elements"] / 1e6
     headers = [f"{millions:.0f} M fp32 numbers, one core; times / a copy", "payload", "encode", "with error feedback"]
-    return table([*headers, "decode"], rows, document, "compression")
+    return table([*headers, "decode"], rows, document)
 
 
 def keras() -> str:
@@ -158,12 +145,11 @@ def keras() -> str:
     rounds = document["rounds"]
     for backend, suffix in (("TensorFlow", ""), ("PyTorch", ", torch")):
         for name, label in (("one process", "one process alone"), ("alone", NAMES["alone"]), ("hvdkit", "**hvdkit**")):
-            ratios = [each[f"{name}{suffix}"]["ms"] / each[f"alone{suffix}"]["ms"] for each in rounds]
-            ratio = {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-            ms = median(each[f"{name}{suffix}"]["ms"] for each in rounds)
-            rows.append([backend if name == "one process" else "", label, spread(ratio), f"{ms:.0f}"])
+            jobs = [(each[f"{name}{suffix}"]["ms"], each[f"alone{suffix}"]["ms"]) for each in rounds]
+            ms = f"{median(time for time, _ in jobs):.0f}"
+            rows.append([backend if name == "one process" else "", label, spread(ratio_of(jobs)), ms])
     missing = [["", f"{name}: does not run", "-", "-"] for name in document["errors"]]
-    return table(["backend", "`model.fit`", "time / compute alone", "ms"], [*rows, *missing], document, "keras_fit")
+    return table(["backend", "`model.fit`", "time / compute alone", "ms"], [*rows, *missing], document)
 
 
 def collectives() -> str:
@@ -175,7 +161,7 @@ def collectives() -> str:
         size = SIZES.get(row["nbytes"], f"{row['nbytes'] / 1e6:.0f} MB")
         rows.append([f"`{row['collective']}`", size, times, *(duration(1e3 * each) for each in seconds.values())])
     headers = ["collective", "bytes", "hvdkit / Gloo", "Gloo", "hvdkit", "hvdkit, arena"]
-    return table(headers, rows, document, "distributed")
+    return table(headers, rows, document)
 
 
 def distributed_steps() -> str:
@@ -192,7 +178,7 @@ def distributed_steps() -> str:
                 name = label if way == "hvdkit" else "`hvd.DistributedOptimizer` in place of DDP on hvdkit"
                 rows.append([name, f"{above[way] / above['Gloo']:.2f}", *shown])
     headers = ["a step", "hvdkit / Gloo, above the floor", "compute alone", "floor", "Gloo", "hvdkit"]
-    return table(headers, rows, document, "distributed")
+    return table(headers, rows, document)
 
 
 def time_to_loss() -> str:
@@ -210,7 +196,7 @@ def time_to_loss() -> str:
     headers = ["2 hosts, 1 rank on each", "MB a step"]
     for rate in rates:
         headers += [f"{rate['gigabits']:g} Gb/s: sooner than DDP", "ms a step"]
-    return table([*headers, "last loss, from fp32's"], rows, document, "time_to_loss")
+    return table([*headers, "last loss, from fp32's"], rows, document)
 
 
 def accuracy() -> str:
@@ -225,4 +211,4 @@ def accuracy() -> str:
         for entry in document["summary"]
     ]
     headers = ["handwritten digits, 2 ranks, mean of the seeds", "points from fp32", "test accuracy"]
-    return table(headers, rows, document, "accuracy")
+    return table(headers, rows, document)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +29,8 @@ FLAGS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "a
 
 
 def result(name: str) -> dict[str, Any]:
-    """Return the results file ``name``."""
-    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return document
+    """Return the content of the results file ``name``, and its name as "file"."""
+    return {**json.loads((RESULTS / f"{name}.json").read_text()), "file": name}
 
 
 def origin(document: dict[str, Any]) -> str:
@@ -47,11 +47,11 @@ def origin(document: dict[str, Any]) -> str:
     return f"*{', '.join(filter(None, parts))}; {commit}{document['date'][:10]} ([all values]({path})).*"
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], document: dict[str, Any], file: str) -> str:
-    """Return a Markdown table with the line of its origin below it."""
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], document: dict[str, Any]) -> str:
+    """Return a Markdown table of the figures in ``document``, with the line of its origin below it."""
     lines = [f"| {' | '.join(headers)} |", f"|---|{'---:|' * (len(headers) - 1)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", origin({**document, "file": file})])
+    return "\n".join([*lines, "", origin(document)])
 
 
 def peer(name: str) -> str:
@@ -66,6 +66,12 @@ def peer(name: str) -> str:
     if variant:
         words += f"{',' * (engine is not None or library != 'hvdkit')} {VARIANTS.get(variant, variant)}"
     return f"**{words}**" if library.startswith("hvdkit") else words
+
+
+def ratio_of(pairs: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """Return the median, smallest and largest ratio of two times that were measured in the same round."""
+    ratios = [time / base for time, base in pairs]
+    return {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 def spread(ratio: dict[str, float] | None, low: str = "min", high: str = "max") -> str:

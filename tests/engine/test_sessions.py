@@ -340,7 +340,7 @@ def test_a_step_that_goes_on_is_not_stalled():
 
 
 def test_a_rank_that_abandons_a_step_raises_the_refusal_that_came_before_it_waits() -> None:
-    """Whether the answer of the rank that uses the step arrives before or while the other rank waits for it."""
+    """The answer of the rank that uses the step may come before the other rank begins to wait for it."""
     slots = [Slot(name, (4,), np.dtype(np.float32)) for name in ("one", "other")]
 
     def run(session: Session) -> str:
