@@ -28,6 +28,7 @@ FAIL_AT: list[int] = []  # numbers of launches that fail
 # Not empty: these ranks share their device, so that gradients are copied to the host and back.
 SHARED: list[bool] = [True] if os.environ.get("TESTS_SHARED_DEVICE") else []
 HOSTS: list[int] = []  # ranks whose gradients are in host memory, while those of others are on a device
+LONGEST_WAIT_SECONDS = 120  # of a collective for the other ranks, whose machine may be busy
 COPY_SECONDS = 0.002  # later than who does not wait for them would look
 
 
@@ -36,10 +37,11 @@ class ThreadEnd:
         self._future = future
 
     def query(self) -> bool:
-        if self._future.done():
-            self._future.result()
-            return True
-        return False
+        if not self._future.done():
+            return False
+        if error := self._future.exception():
+            raise RuntimeError(str(error))  # anew: Python would lengthen the traceback of the same error at each query
+        return True
 
     def synchronize(self) -> None:
         self._future.result()
@@ -93,7 +95,7 @@ def open_pretend(store, rank, size, device, timeout_seconds):
     exchange(store, rank, size, device, timeout_seconds)
     if SHARED:
         return None
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=LONGEST_WAIT_SECONDS))
     return DeviceCollectives(group, torch.device(device), ThreadStream())
 
 
