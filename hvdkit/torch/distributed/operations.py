@@ -269,6 +269,8 @@ class TensorOperations:
         if source.dtype is torch.bool and reduction.number not in (0, 3, 4):
             raise ValueError(f"{function}: expected a sum, minimum or maximum of boolean tensors")
         if source.is_complex():
+            if REDUCTIONS[reduction.number][1] != ReduceOp.SUM:
+                raise ValueError(f"{function}: expected a sum or an average of complex tensors")
             source, target = torch.view_as_real(source), torch.view_as_real(target)
         self._adoption.see(source, adopts=kind == CollectiveKind.ALL_REDUCE)
         arrays = array_of(function, source), array_of(function, target)

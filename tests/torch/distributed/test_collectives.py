@@ -108,6 +108,17 @@ def test_all_reduce_of_complex_and_boolean_and_multiplied_numbers(hvd: Any) -> N
     check(output, torch.full((3,), 2.0 * size))
 
 
+def test_a_product_minimum_or_maximum_of_complex_numbers_is_refused(hvd: Any) -> None:
+    size, numbers = dist.get_world_size(), torch.ones(2 * dist.get_world_size(), dtype=torch.complex64)
+    for op in (PRODUCT, MIN, MAX):
+        with told(ValueError, "reduce: expected a sum or an average of complex tensors"):
+            dist.reduce(numbers, 0, op=op)
+        with told(ValueError, "reduce_scatter_tensor: expected a sum or an average of complex tensors"):
+            dist.reduce_scatter_tensor(torch.empty(2, dtype=torch.complex64), numbers, op=op)
+    dist.reduce_scatter_tensor(output := torch.empty(2, dtype=torch.complex64), numbers * 1j)
+    check(output, torch.full((2,), size * 1j))
+
+
 def test_a_closed_list_goes_to_gloo_and_all_else_to_hvdkit(hvd: Any) -> None:
     from hvdkit.torch.distributed.inner import COUNTS
 
