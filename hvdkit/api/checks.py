@@ -206,7 +206,8 @@ def check_root(function: str, root_rank: Any, process_set: ProcessSet, size: int
     ranks = range(size) if process_set is global_process_set else process_set.ranks or ()
     if root not in ranks:
         expected = f"root_rank must be one of the process set's ranks {list(ranks)}"
-        raise ValueError(f"{function}: {expected}, got invalid root rank {root}")
+        hint = "HINT: ranks count from 0; in a process set, root_rank is the rank in the whole job."
+        raise ValueError(f"{function}: {expected}, got invalid root rank {root}\n{hint}")
     return root
 
 

@@ -16,7 +16,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from hvdkit.errors import cut_off
 
@@ -87,6 +87,13 @@ def of_exception(
     if cause is not None and str(cause) not in text:
         text += f"\nCaused by {next(iter(cause.format_exception_only()), '').rstrip()}"
     return Record(cut_off(text, LONGEST_ERROR), "".join(_folded(report.stack)), after)
+
+
+def of_exit(reason: str, frame: FrameType, after: int | None = None) -> Record:
+    """Return the record of a call of sys.exit() in ``frame``, with the lines of the user's own files that led there."""
+    stack = traceback.StackSummary.extract(reversed(list(traceback.walk_stack(frame))))
+    has_own = not all(is_of_a_library(each.filename) for each in stack)
+    return Record(reason, "".join(_folded(stack)) if has_own else "", after)
 
 
 def is_of_a_library(file: str) -> bool:

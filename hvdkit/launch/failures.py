@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -19,6 +19,7 @@ SAYS = "hvdkitrun: "
 LONGEST_LINE = 200
 PREFIX, FILE = "hvdkit-", "failure.txt"
 ABSENCES = ("no sign of life", "no answer")  # words of errors about ranks that are stopped, or whose Python is
+FOR_HOROVOD = "HINT: the script imports horovod: import hvdkit instead, or start it with hvdkitrun --as-horovod"
 MOST_FILES = 5  # of failed jobs of this user, in the folder for temporary files
 
 
@@ -189,3 +190,13 @@ def exit_status(code: int) -> int:
 def signal_name(number: int) -> str:
     """Return ``SIGKILL`` for 9; real-time signals have no names."""
     return signal.Signals(number).name if number in set(signal.Signals) else "with no name"
+
+
+def imports_horovod(command: Sequence[str]) -> bool:
+    """True if the first Python script in a command can be read here and imports Horovod."""
+    script = next((word for word in command if word.endswith(".py")), None)
+    try:
+        text = "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(r"^\s*(import|from) horovod\b", text, re.MULTILINE) is not None

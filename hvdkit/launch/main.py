@@ -255,7 +255,11 @@ def tell_of_init(job: LaunchJob, outcome: Outcome) -> None:
         if outcome.failed is not None:
             say(f"{failures.named(absent)} had not called hvd.init() or init_process_group()")
     elif is_python(job.options.command[0]):
-        say("no process called hvd.init() or init_process_group(): each trained alone")
+        if outcome.failed is None:
+            say("no process called hvd.init() or init_process_group(): each trained alone")
+        else:
+            hint = f"\n{failures.FOR_HOROVOD}" if failures.imports_horovod(job.options.command) else ""
+            say(f"no process had called hvd.init() or init_process_group(){hint}")
 
 
 def is_python(program: str) -> bool:
@@ -278,8 +282,8 @@ def report_failure(job: LaunchJob, failure: RankFailure, at: float) -> int:
     elif code < 0:
         how = f"was killed by signal {signal_name(-code)} ({-code}){cause}, which ended the job"
     else:
-        ways = {"exited": f"exited with code {code}", "aborted": f"failed with code {code}"}
-        way = ways.get(failure.how, f"ended without MPI_Finalize (code {code})")
+        has_code = failure.how in ("exited", "aborted")
+        way = f"exited with code {code}" if has_code else f"ended without MPI_Finalize (code {code})"
         how = f"{way}{cause}, which ended the job"
     hint = f"\n{OTHER_CAUSES}" if first == failure.rank and code == -signal.SIGKILL and not cause else ""
     # A host's name is that which its ranks print.

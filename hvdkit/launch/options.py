@@ -184,7 +184,10 @@ def parse(argv: Sequence[str]) -> Options | elastic_flags.JoinOptions | None:
     elastic = elastic_flags.options_of(arguments, named_hosts, rescues)
     size = arguments.size if elastic is None else elastic.limits.start
     if size is None:
-        raise UsageError("the number of processes, -np, is missing\nHINT: hvdkitrun -np 4 python train.py starts four")
+        raise UsageError(
+            "the number of processes, -np, is missing before the command\n"
+            "HINT: hvdkitrun -np 4 python train.py starts four; flags after the command are the script's"
+        )
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise UsageError("the command for the processes is missing\nHINT: hvdkitrun -np 4 python train.py")

@@ -56,7 +56,7 @@ class Meeting:
 
 
 def compared(
-    statements: dict[int, Statement], firsts: Sequence[bool] = (), step: int = 7
+    statements: dict[int, Statement], firsts: Sequence[bool] = (), step: int = 7, differed: bool = False
 ) -> tuple[dict[int, str | None], dict[int, str], list[str]]:
     """Return the errors and warnings of ranks that compare their parameters, and in which exchanges they do so."""
     meeting = Meeting(list(statements))
@@ -65,6 +65,7 @@ def compared(
         running = {}
         for index, (rank, statement) in enumerate(statements.items()):
             of_rank = Verification("hvd.broadcast()")
+            of_rank._differed_at_first = differed
             of_rank._compared_in = None if index < len(firsts) and firsts[index] else "an engine"
             running[rank] = threads.submit(meeting.run, rank, step, of_rank, statement)
         errors = {rank: each.result() for rank, each in running.items()}
@@ -76,6 +77,7 @@ def told(
     machines: str = "aaaaaaaa",
     step: int = 7,
     first: bool = False,
+    differed: bool = False,
     tensors: Any = None,
 ) -> tuple[str | None, bool]:
     """Return what ranks with parameters of these hashes, and values, are told, and True if it is an error."""
@@ -84,7 +86,7 @@ def told(
         sketches = None if tensors is None else [sketch_of(np.array(each)) for each in tensors[rank]]
         array = np.array(hashes, dtype=np.uint64)
         statements[rank] = Statement(machines[rank], NAMES[: len(hashes)], PRECISIONS[: len(hashes)], array, sketches)
-    errors, warned, _ = compared(statements, [first] * len(values), step)
+    errors, warned, _ = compared(statements, [first] * len(values), step, differed)
     if errors[0] is not None:
         assert set(errors.values()) == {errors[0]}, "all ranks are told the same"
         assert not warned
@@ -92,6 +94,14 @@ def told(
     assert set(errors.values()) == {None}
     assert set(warned) in (set(), set(statements) if first else {0})
     return warned.get(0), False
+
+
+CAUSES = (
+    "gradients were changed on one rank unnoticed (in PyTorch through .data) between backward() and step(); ranks "
+    "stepped differently (learning rates, random numbers in the update, a step that one rank left out, hvd.join() "
+    "without a broadcast after it); or one rank alone loaded or changed values. HVDKIT_VERIFY=1 "
+    "finds the first step after which they differ; 0 switches this comparison off."
+)
 
 
 def test_the_same_everywhere_is_nothing():
@@ -103,9 +113,8 @@ def test_who_differs_in_what_is_named():
     text, is_error = told([1, 2, 3], [1, 5, 3], [1, 2, 3])
     assert is_error
     assert "of 'SGD.0' are not the same on all ranks after step 7: 'conv.bias' (of 3) differ. " in text
-    assert (
-        "The values of rank 1 differ from those of ranks 0, 2.\nHINT: to make them equal, use hvd.broadcast()" in text
-    )
+    hint = f"HINT: to make them equal, use hvd.broadcast(); find out why they differ: {CAUSES}"
+    assert text.endswith(f"The values of rank 1 differ from those of ranks 0, 2.\n{hint}")
     text, _ = told([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 5])
     assert "The values of ranks 3, 4 and of rank 2 differ from those of ranks 0, 1" in text
     text, _ = told([1, 2, 3], [4, 2, 3], [5, 2, 3])
@@ -115,18 +124,36 @@ def test_who_differs_in_what_is_named():
 def test_the_first_comparison_asks_for_a_broadcast():
     for machines in ("aa", "ab"):
         text, is_error = told([1, 2, 3], [4, 5, 6], step=1, first=True, machines=machines)
-        assert "HINT: they most likely never were the same; have all ranks start from the same values: " in text
-        assert ": hvd.broadcast(). This is a warning" in text
-        assert "a broadcast may follow the first step" in text
+        hint = (
+            "HINT: they most likely never were the same; have all ranks start from the same values: hvd.broadcast(). "
+            "This is a warning because a broadcast may follow the first step; if the parameters still differ at the "
+            "next comparison, after step 10 at the latest, it is an error. If they were the same at the start: "
+        )
+        assert text.endswith(f"\n{hint}{CAUSES}")
         assert not is_error
     _, is_error = told([1, 2, 3], [4, 5, 6], step=2)
     assert is_error
 
 
+def test_an_error_says_that_parameters_differed_in_the_first_comparison_too():
+    text, is_error = told([1, 2, 3], [4, 5, 6], step=10, differed=True)
+    hint = (
+        "HINT: they differed in the first comparison already, so they most likely never were the same; have all ranks "
+        "start from the same values: hvd.broadcast(). If they were the same at the start: "
+    )
+    assert is_error
+    assert text.endswith(f"\n{hint}{CAUSES}")
+
+
 def test_ranks_that_do_not_compute_alike_are_warned_about_unless_some_that_do_differ():
     text, is_error = told([1, 2, 3], [1, 2, 4], machines="ab")
     assert not is_error
-    assert "do not compute alike (rank 0: a; rank 1: b)" in text
+    fact = (
+        "The ranks that differ do not compute alike (rank 0: a; rank 1: b), so the same update may have been rounded "
+        "differently. Later differences of this kind are not reported; a difference that rounding does not explain is "
+        "an error."
+    )
+    assert fact in text
     assert told([1, 2, 3], [1, 2, 4], [1, 2, 3], machines="aba") == (text.replace("rank 0", "ranks 0, 2"), False)
     _, is_error = told([1, 2, 3], [1, 2, 4], [1, 2, 5], machines="abb")
     assert is_error

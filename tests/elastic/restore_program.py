@@ -36,7 +36,9 @@ def main(adapter: str, is_legacy: bool) -> None:
         try:
             state.commit()
         except ValueError as error:
-            assert "HINT: 2 batches make a step of the optimizer" in str(error)  # noqa: PT017 (not under pytest)
+            fact = "The state was saved between backward passes of a step: a failure would lose the step's gradients."
+            hint = "2 batches make a step of the optimizer: commit after 2 batches or a multiple of that."
+            assert f"{fact}\nHINT: {hint}" in str(error)  # noqa: PT017 (not under pytest)
         else:
             raise AssertionError("a commit between passes")
         before = values()

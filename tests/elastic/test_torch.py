@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import hvdkit.torch as hvd
 from hvdkit.api.states import State
 from hvdkit.api.transfer import _pickled
 from hvdkit.engine.session import runtime
 from hvdkit.torch.elastic import ElasticSampler, TorchState
 from hvdkit.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
 from tests.launch.launching import call_bare
+from tests.told import told
 
 PROGRAM = str(Path(__file__).with_name("torch_program.py"))
 
@@ -271,9 +273,15 @@ def test_optimizers_that_change_parameters_before_their_step_is_over_are_copied(
         layer.weight.add_(1)
     state._go_back()
     assert torch.equal(layer.weight, held)
-    with pytest.raises(ValueError, match="goes on with the steps of the state"):
+    with told(
+        ValueError,
+        "TorchState: an ElasticSampler with exact=True goes on with the steps of the state's optimizer, but the state "
+        "has no optimizer whose steps can be counted.",
+        "HINT: pass an optimizer, other than LBFGS and without op=hvd.Adasum; or pass exact=False.",
+    ):
         TorchState(layer, optimizer, sampler=ElasticSampler(range(3), exact=True, batch_size=1))
-    with pytest.raises(ValueError, match="exact=True without batch_size\nHINT: pass the DataLoader's batch_size"):
+    hint = "HINT: pass the DataLoader's batch_size."
+    with told(ValueError, f"ElasticSampler: exact=True without batch_size\n{hint}"):
         ElasticSampler(range(3), exact=True)
 
 
@@ -328,7 +336,21 @@ def test_a_change_of_parameters_outside_of_a_step_is_told(convolution, caplog):
     with torch.no_grad():
         convolution[0].weight.mul_(0.9)
     state._go_back()
-    assert "Parameters were changed since the last commit, but not by a step of their optimizer" in caplog.text
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "Parameters were changed since the last commit, but not by a step of their optimizer; they stay as they are: "
+        "the script commits each step, so there is no copy to restore.\n"
+        "HINT: change parameters between step() and commit(), or undo a swap of averaged parameters in a finally block."
+    )
+
+
+def test_what_a_lost_rank_owed_is_told(monkeypatch, caplog):
+    at_place(monkeypatch, 0, 1)
+    layer = torch.nn.Linear(3, 4)
+    plain = torch.optim.SGD(layer.parameters(), 0.1)
+    TorchState(layer, hvd.DistributedOptimizer(plain, compression=hvd.Compression.int8)).restore()
+    (record,) = caplog.records
+    assert record.getMessage() == "If a rank was lost, its residuals, which compression has not sent yet, are lost too."
 
 
 def test_an_optimizer_with_a_closure_is_copied(convolution):

@@ -73,9 +73,22 @@ def test_ready_allreduces_that_match_are_batched_up_to_the_threshold():
     assert batches == [["a", "b"], ["c"], ["d"]]
 
 
-@pytest.mark.parametrize("detail", ["splits must not be negative", [4, [1]], [4, [-1, 2]], [4, [3, 3]], [3, None]])
+WRONG_SPLITS = (
+    "Mismatched splits for alltoall 'x': rank 1 sent splits {} for a first dimension of 4 and 2 ranks.\n"
+    "HINT: pass one number of rows for each rank; each is 0 or more, their sum at most the first dimension."
+)
+
+
+@pytest.mark.parametrize(
+    ("detail", "said"),
+    [
+        ("splits must not be negative", "splits for alltoall 'x': rank 1"),
+        *(([4, splits], WRONG_SPLITS.format(splits)) for splits in ([1], [-1, 2], [3, 3])),
+        ([3, None], "splits for alltoall 'x': rank 1"),
+    ],
+)
 @pytest.mark.parametrize("is_first", [True, False])
-def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, is_first):
+def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, said, is_first):
     coordinator = Coordinator(2, 1 << 20)
     details = {0: [4, [2, 2]], 1: detail}
     order = (1, 0) if is_first else (0, 1)
@@ -87,7 +100,7 @@ def test_wrong_splits_of_one_rank_fail_on_each_rank_at_once(detail, is_first):
     assert sorted(rank for rank, _ in outgoing) == [0, 1]
     texts = {message.text for _, message in outgoing}
     assert len(texts) == 1
-    assert "splits for alltoall 'x': rank 1" in texts.pop()
+    assert said in texts.pop()
     ask(coordinator, ALLTOALL, 0, 1, detail=details[0])
     assert all(isinstance(message, Run) for _, message in taken(coordinator))
 
@@ -200,7 +213,9 @@ def test_a_join_fails_when_a_rank_leaves():
     coordinator.receive(1, Join(), 0.0)
     errors = [(rank, message.text) for rank, message in taken(coordinator) if isinstance(message, JoinFailed)]
     assert [rank for rank, _ in errors] == [0, 1]
-    assert all("rank 2, which has left the job: it raised" in text for _, text in errors)
+    fact = "hvd.join() waits for rank 2, which has left the job: it raised.\n"
+    hint = "HINT: call hvd.join() on all ranks, and leave the job only after that; see what rank 2 printed."
+    assert all(text == fact + hint for _, text in errors)
 
 
 def test_a_rank_that_joined_is_not_told_of_an_error_it_had_no_part_in():
@@ -240,8 +255,12 @@ def test_an_operation_that_waits_for_a_rank_that_left_fails_on_the_others():
     outgoing = taken(coordinator)
     assert [rank for rank, _ in outgoing] == [0, 1]
     fact = "allreduce 'x' waits for rank 2, which has left the job: it called hvd.shutdown().\n"
-    hint = "HINT: see what rank 2 printed. All ranks must make the same calls: "
-    assert all(message.text.startswith(fact + hint) for _, message in outgoing)
+    hint = (
+        "HINT: see what rank 2 printed. All ranks must make the same calls: no call under 'if hvd.rank() == 0' alone, "
+        "the same number of batches on all ranks (or hvd.join() if data are uneven), no exit or exception on one rank "
+        "alone; in Keras put EarlyStopping after MetricAverageCallback, so that all ranks stop together."
+    )
+    assert all(message.text == fact + hint for _, message in outgoing)
 
 
 def test_a_stall_names_who_submitted_and_who_did_not_and_is_warned_about_once():

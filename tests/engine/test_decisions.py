@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from hvdkit.engine.steps.plan import Slot, first_order, lay_out, observed_order
 from hvdkit.engine.steps.registration import idle_codecs
 from hvdkit.engine.telemetry.compression_report import CodecStatistics, CompressionStatistics
 from hvdkit.engine.telemetry.liveness import Liveness, Loss
-from hvdkit.errors import PeerLostError, abridged
+from hvdkit.errors import NotInitializedError, PeerLostError, abridged
 from tests.network import MemoryTransport, Wires
 from tests.transports.shared import in_thread
 
@@ -160,6 +161,27 @@ def test_who_leaves_blames_nobody_for_the_silence_while_the_whole_machine_was_pa
     watch = Watch(engine, heartbeat)
     assert [watch.lost_since([1], 0.0, at) for at in (1.0, 2.0, 100.0, 104.0)] == [[], [], [], []]
     assert watch.lost_since([1], 0.0, 106.0) == [SILENT_1]
+
+
+def test_a_child_that_does_not_know_its_rank_is_told_so(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "a rank")
+    assert str(NotInitializedError()) == (
+        "Horovod has not been initialized; use hvd.init().\n"
+        "HINT: call hvd.init() once in every process before any other hvd function. Do not call it in the child "
+        "processes of a rank: children that multiprocessing starts anew (spawn, forkserver) do not know the rank; give "
+        "them hvd.rank() as an argument, or start them by fork."
+    )
+
+
+def test_a_rank_that_lives_and_does_not_answer_is_told_as_such():
+    engine = MagicMock(settings=Settings(timeout_seconds=20.0))
+    engine.mailbox.topology.describe.return_value, engine.mailbox.me.return_value = "rank 1 (a)", "rank 0 (b)"
+    assert Watch(engine, None).loss_text(HANGS_1) == (
+        "rank 1 (a) is alive, but its Python interpreter gave rank 0 (b) no answer for 200 s "
+        "(HVDKIT_UNRESPONSIVE_TIMEOUT_SECONDS).\n"
+        "HINT: see what the rank is doing (py-spy dump): a library keeps Python's lock (GIL), or threads wait for each "
+        "other; raise the variable if such a call may take longer."
+    )
 
 
 def report(host, local_rank=None, local_size=None, cores=(0, 1, 2, 3, 4, 5, 6, 7), threads=1):

@@ -6,6 +6,7 @@ import pytest
 
 from hvdkit.engine.loop.coordinator import Coordinator
 from hvdkit.engine.loop.messages import Ask, Join, LaneFailed, Reject, Waits
+from hvdkit.engine.ops.hints import for_stall
 from hvdkit.engine.ops.requests import Key, Request, mismatch
 from tests.engine.test_coordinator import GATHER, allreduce
 
@@ -14,26 +15,44 @@ def rejected(coordinator: Coordinator) -> list[str]:
     return [one.text for _, one in coordinator.take_outgoing() if isinstance(one, Reject | LaneFailed)]
 
 
+BROADCAST = "HINT: build the same model on every rank; a broadcast tensor has the same shape on all ranks."
+REDUCED = (
+    "HINT: reduce tensors of the same shape on all ranks, also in the last batch of uneven data; hvd.allgather takes "
+    "different numbers of rows."
+)
+COUNT = "HINT: give the same number of tensors on every rank: build or load the same model and optimizer on all ranks."
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "value", "hint"),
     [
-        ("broadcast", "shape", [[5]], "build the same model on every rank; a broadcast tensor has the same shape "),
-        ("allreduce", "shape", [[5]], "reduce tensors of the same shape on all ranks, also in the last batch of "),
-        ("allgather", "shape", [["*", 5]], "only the first dimension may differ between ranks."),
-        ("shift", "shape", [[5]], "give tensors of the same shape on every rank."),
-        ("broadcast", "dtype", ["float32", "float32"], "give the same number of tensors on every rank: build "),
-        ("allreduce", "dtype", ["int64"], ""),
-        ("allreduce", "op", 2, ""),
-        ("allreduce", "root", 1, ""),
-        ("allreduce", "prescale", 2.0, ""),
-        ("allreduce", "postscale", 2.0, ""),
-        ("allreduce", "device", "cuda", ""),
-        ("allreduce", "direct", True, ""),
-        ("allreduce", "codec", "int8", ""),
-        ("allreduce", "earlier", 3, ""),
-        ("allreduce", "groups", [[0]], ""),
-        ("allreduce", "ranks", [0], ""),
-        ("allreduce", "id", 3, ""),
+        ("broadcast", "shape", [[5]], BROADCAST),
+        ("allreduce", "shape", [[5]], REDUCED),
+        ("allgather", "shape", [["*", 5]], "HINT: only the first dimension may differ between ranks."),
+        ("shift", "shape", [[5]], "HINT: give tensors of the same shape on every rank."),
+        ("broadcast", "dtype", ["float32", "float32"], COUNT),
+        (
+            "allreduce",
+            "dtype",
+            ["int64"],
+            "HINT: give tensors of the same type on every rank, e.g. by tensor.to(torch.float32).",
+        ),
+        ("allreduce", "op", 2, "HINT: pass the same op on every rank."),
+        ("allreduce", "root", 1, "HINT: pass the same root_rank on every rank."),
+        ("allreduce", "prescale", 2.0, "HINT: pass the same prescale_factor on every rank."),
+        ("allreduce", "postscale", 2.0, "HINT: pass the same postscale_factor on every rank."),
+        ("allreduce", "device", "cuda", "HINT: put the tensor on the same kind of device on every rank."),
+        ("allreduce", "direct", True, "HINT: use NCCL on every rank, or on none."),
+        ("allreduce", "codec", "int8", "HINT: pass the same compression, with the same settings, on every rank."),
+        (
+            "allreduce",
+            "earlier",
+            3,
+            "HINT: on all ranks or on none, load the state that each rank saved after the same step.",
+        ),
+        ("allreduce", "groups", [[0]], "HINT: pass the same groups on every rank."),
+        ("allreduce", "ranks", [0], "HINT: make process sets of the same ranks, in the same order, on every rank."),
+        ("allreduce", "id", 3, "HINT: remove the same process sets, in the same order, on every rank."),
     ],
 )
 def test_every_mismatch_says_what_to_do(kind, field, value, hint):
@@ -43,27 +62,34 @@ def test_every_mismatch_says_what_to_do(kind, field, value, hint):
     fact, *hints = text.split("\n")
     assert fact.startswith("Mismatched ")
     assert "rank 0 " in fact
-    assert len(hints) == 1
-    assert hints[0].startswith(f"HINT: {hint}")
+    assert hints == [hint]
+
+
+STATISTICS = (
+    " SyncBatchNorm averages over the batches of all ranks, and a rank that has joined has no batch.\n"
+    "HINT: give all ranks the same number of batches, or use BatchNorm."
+)
+SLICES = (
+    " It is a sparse gradient, such as that of Embedding(sparse=True), and all ranks gather it.\n"
+    "HINT: pass sparse_as_dense=True to the optimizer, or give all ranks the same number of batches."
+)
+OTHERS = (
+    "\nHINT: once a rank has joined, operations of all ranks may only be allreduce (as in an optimizer's step) and "
+    "barrier; make all other calls before, on all ranks."
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("sync_batch_norm.statistics", "give all ranks the same number of batches, or use BatchNorm."),
-        ("SGD.0.embedding.weight.slices", "pass sparse_as_dense=True to the optimizer, or give all ranks the same "),
-        ("x", "once a rank has joined, operations of all ranks may only be allreduce (as in an optimizer's "),
-    ],
+    ("name", "rest"),
+    [("sync_batch_norm.statistics", STATISTICS), ("SGD.0.embedding.weight.slices", SLICES), ("x", OTHERS)],
 )
-def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name, hint):
+def test_what_cannot_go_on_without_who_has_joined_says_who_asked(name, rest):
     coordinator = Coordinator(2, 0)
     coordinator.receive(1, Join(), 0.0)
     coordinator.receive(0, Ask(GATHER, name, [3]), 0.0)
     (text,) = rejected(coordinator)
-    assert text.startswith(
-        f"allgather '{name}': allgather is not supported with Join at this time; rank [1] has joined."
-    )
-    assert f"\nHINT: {hint}" in text
+    fact = f"allgather '{name}': allgather is not supported with Join at this time; rank [1] has joined."
+    assert text == fact + rest
 
 
 LANES = [
@@ -71,14 +97,34 @@ LANES = [
     for number, other, name in ((0, 1, "SGD.0"), (1, 0, "Adam.0"))
 ]
 METRICS = Waits(1, [0], "allgather 'MetricAverageCallback.names.size'", None)
+APART = (
+    "HINT: let every rank make the same calls with the same process set: no call under 'if hvd.rank() == 0' alone, and "
+    "the same number of batches on all ranks, or hvd.join() if data are uneven; in Keras put EarlyStopping after "
+    "MetricAverageCallback, so that all ranks stop together."
+)
+UNEVEN = (
+    "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all ranks, "
+    "for example the smallest as steps_per_epoch, or drop the rest of the data. Otherwise the callbacks differ: use "
+    "the same callbacks in the same order on all ranks, and put EarlyStopping, or any other callback that ends an "
+    "epoch or the training, after MetricAverageCallback, so that all ranks see the same metrics."
+)
+
+
+KINDS = Waits(1, [0], "details 'SGD.0#1.kinds'", None)
+TRAINS_OTHERS = (
+    "HINT: a rank trains other parameters than before, or has a new optimizer: change requires_grad and the parameter "
+    "groups at the same step on all ranks. Otherwise the ranks have different numbers of batches."
+)
+CLOSURE = Waits(1, [0], "allreduce 'before_closure.LBFGS.0'", None)
+OTHER_STEPS = (
+    "HINT: the ranks most likely call step(closure) a different number of times, or the optimizer calls the closure a "
+    "different number of times: give it the same settings on all ranks (LBFGS: max_iter, max_eval, tolerances), and "
+    "the same number of batches."
+)
 
 
 @pytest.mark.parametrize(
-    ("other", "hint"),
-    [
-        (LANES[1], "let every rank make the same calls with the same process set: no call under 'if hvd.rank() == "),
-        (METRICS, "the ranks most likely have different numbers of batches: give fit() the same number on all ranks"),
-    ],
+    ("other", "hint"), [(LANES[1], APART), (METRICS, UNEVEN), (KINDS, TRAINS_OTHERS), (CLOSURE, OTHER_STEPS)]
 )
 def test_uneven_data_and_callbacks_are_told_as_such(other, hint):
     coordinator = Coordinator(2, 0)
@@ -87,4 +133,15 @@ def test_uneven_data_and_callbacks_are_told_as_such(other, hint):
             coordinator.receive(rank, waits, float(at))
     (text,) = set(rejected(coordinator))
     fact = f"Mismatched operations: rank 0 waits in {LANES[0].subject}, rank 1 waits in {other.subject}"
-    assert text.startswith(f"{fact}; each waits for the other.\nHINT: {hint}")
+    assert text == f"{fact}; each waits for the other.\n{hint}"
+
+
+def test_a_callback_that_one_rank_lacks_is_told_as_such():
+    callbacks = (
+        "HINT: give fit() the same callbacks in the same order on all ranks, also those of rank 0, and the same number "
+        "of batches. Otherwise see what the late ranks are doing (py-spy dump --pid)."
+    )
+    late = "HINT: see what the late ranks are doing (py-spy dump --pid): they are slower, "
+    assert for_stall("allgather 'BroadcastGlobalVariablesCallback.built.size'") == callbacks
+    assert for_stall("allreduce 'MetricAverageCallback.loss'") == callbacks
+    assert for_stall("allreduce 'x'").startswith(late)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import reduce
 from time import sleep
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,15 +18,18 @@ from hypothesis import strategies as st
 
 from hvdkit.engine.loop import negotiation
 from hvdkit.engine.ops.requests import Call, ReduceRequest
-from hvdkit.engine.ordered.group import _again
+from hvdkit.engine.ordered.group import OrderedGroup, _again
+from hvdkit.engine.ranks import assignments
 from hvdkit.engine.session import session as sessions
 from hvdkit.engine.session.session import Session
+from hvdkit.engine.steps import registration
 from hvdkit.engine.steps.plan import Slot
 from hvdkit.errors import HorovodInternalError, MismatchError, PayloadError, PeerLostError
 from hvdkit.kernels import ReduceOp
 from hvdkit.transports.base import Bytes, Transfer
 from tests.network import MemoryTransport
 from tests.threads import Dies, allreduce, hand_over, on_threads
+from tests.told import told
 from tests.transports.shared import grown, held
 
 made_up = settings(max_examples=100, deadline=None)
@@ -281,6 +285,17 @@ def test_a_rank_that_dies_is_named_on_all_others(size, data):
     assert all(f"rank {dead}" in str(text) for rank, text in enumerate(texts) if rank != dead), texts
 
 
+def test_what_cannot_go_on_when_rank_0_has_left_says_who_left_first() -> None:
+    def run(session: Session) -> None:
+        if session.engine.topology.rank == 1:
+            fact = ") cannot go on without rank 0, which has left the job; the first to leave was rank 0 ("
+            hint = "HINT: let all ranks make the same calls and call hvd.shutdown() together."
+            with told(PeerLostError, "allreduce 'x' on rank 1 (", fact, f".\n{hint}"):
+                allreduce(session, np.ones(3), "x")
+
+    on_threads(2, run)
+
+
 @given(size=st.integers(2, 4), garbage=st.binary(max_size=40), data=st.data())
 @fewer
 def test_a_message_that_makes_no_sense_ends_waits_with_an_error(size, garbage, data):
@@ -354,7 +369,13 @@ def test_a_rank_that_abandons_a_step_raises_the_refusal_that_came_before_it_wait
         else:
             hand_over(lane, 0, 1)
             refused = lane.finish
-        with pytest.raises(MismatchError, match="gave up a step of optimizer 'net'") as raised:
+        fact = ") gave up a step of optimizer 'net' after some of its gradients were handed over, but rank 0 ("
+        rest = (
+            ") did not. Ranks that made the step have different weights now.\n"
+            "HINT: an exception ended the step, or load_state_dict() was called in the middle of it. Let the exception "
+            "end the job, or bring all ranks back to the same state."
+        )
+        with told(MismatchError, "rank 1 (", fact, rest) as raised:
             refused()
         return str(raised.value)
 
@@ -368,3 +389,60 @@ def test_a_later_call_raises_the_error_of_an_earlier_one_with_its_class_and_rank
         assert type(again) is type(error)
         assert str(again) == f"an earlier operation of this group failed: {error}"
         assert getattr(again, "rank", 2) == 2
+
+
+def test_an_optimizer_that_is_one_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (assignments, registration):
+        monkeypatch.setattr(module, "LANES", 1)
+    slots = [Slot("one", (4,), np.dtype(np.float32))]
+
+    def run(session: Session) -> None:
+        session.engine.register_plan("net", slots, op=ReduceOp.SUM)
+        rest = (
+            "1 optimizers or tapes are in use, and the messages of one more could not be told apart from theirs.\n"
+            "HINT: delete optimizers that are no longer used; after errors, call hvd.shutdown() and hvd.init()."
+        )
+        with told(HorovodInternalError, f"other cannot be planned on rank {session.engine.topology.rank} (", rest):
+            session.engine.register_plan("other", slots, op=ReduceOp.SUM)
+
+    on_threads(2, run)
+
+
+def test_a_codec_that_encodes_nothing_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration, "idle_codecs", lambda *arguments: ["int8"])
+    slots = [Slot("one", (4,), np.dtype(np.float32))]
+
+    def run(session: Session) -> None:
+        for name in ("net", "other"):
+            session.engine.register_plan(name, slots, op=ReduceOp.SUM)
+
+    on_threads(2, run)
+    fact = (
+        "compression int8 encodes nothing here: all ranks are on one node, where gradients are summed uncompressed, "
+        "and nothing travels between nodes."
+    )
+    hint = (
+        'HINT: to try the compression on one node, pass compress="everywhere" to it; on several nodes, leave it as it '
+        "is."
+    )
+    assert [record.getMessage() for record in caplog.records] == [f"{fact}\n{hint}"]
+
+
+def test_a_result_that_cannot_be_written_is_an_error_here_alone() -> None:
+    operation = MagicMock(__str__=lambda _: "operation 3 of group '0'")
+    operation.call.finished.side_effect = ValueError("it is read-only")
+    assert str(OrderedGroup._finish(MagicMock(), operation)) == (
+        "operation 3 of group '0': the result could not be written to its destination: ValueError: it is read-only"
+    )
+
+
+def test_a_library_that_does_not_return_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def run(session: Session) -> None:
+        session.engine.driver.halted = lambda seconds: nullcontext(False)  # type: ignore[assignment,return-value]
+
+    on_threads(1, run)
+    (text,) = caplog.messages
+    assert text.startswith("rank 0 (")
+    assert text.endswith("): a library that the engine called has not returned; its thread is left behind")

@@ -132,6 +132,12 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
+FORMER_JOB = "unset the variables that a former job left behind"
+SLURMS_LIST = (
+    "cannot read Slurm's list 'node[1-'\nHINT: set MASTER_ADDR and MASTER_PORT in every task; "
+    "`scontrol show hostnames` prints the hosts of the job"
+)
+
 # name: (environment, words that the message must hold)
 CONFLICTS = {
     # half set
@@ -140,13 +146,26 @@ CONFLICTS = {
     "nowhere to meet": (without(BY_HAND, "MASTER_ADDR"), ["RANK=1", "MASTER_PORT=29500", "missing MASTER_ADDR"]),
     "no port to meet at": (without(BY_HAND, "MASTER_PORT"), ["MASTER_ADDR=h0", "missing MASTER_PORT"]),
     "torchrun without WORLD_SIZE": (without(TORCHRUN, "WORLD_SIZE"), ["torchrun", "missing WORLD_SIZE"]),
-    "hvdkitrun without its size": (without(HVDKITRUN, "HVDKIT_SIZE"), ["HVDKIT_RANK=0", "missing HVDKIT_SIZE"]),
+    "hvdkitrun without its size": (
+        without(HVDKITRUN, "HVDKIT_SIZE"),
+        ["HVDKIT_RANK=0", "missing HVDKIT_SIZE", f"\nHINT: hvdkitrun sets them all; {FORMER_JOB}"],
+    ),
     "horovodrun without its server": (
         without(HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-        ["HOROVOD_RANK=3", "missing HOROVOD_GLOO_RENDEZVOUS_PORT"],
+        [
+            "HOROVOD_RANK=3",
+            "missing HOROVOD_GLOO_RENDEZVOUS_PORT",
+            f"\nHINT: horovodrun --gloo sets them all; start with it or with hvdkitrun, or {FORMER_JOB}",
+        ],
     ),
-    "Open MPI without a size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), ["missing OMPI_COMM_WORLD_SIZE"]),
-    "PMI without a rank": (without(PMI, "PMI_RANK"), ["PMI_SIZE=4", "missing PMI_RANK"]),
+    "Open MPI without a size": (
+        without(OPENMPI, "OMPI_COMM_WORLD_SIZE"),
+        ["missing OMPI_COMM_WORLD_SIZE", f"\nHINT: mpirun sets them all; {FORMER_JOB}"],
+    ),
+    "PMI without a rank": (
+        without(PMI, "PMI_RANK"),
+        ["PMI_SIZE=4", "missing PMI_RANK", f"\nHINT: mpiexec sets them all; {FORMER_JOB}"],
+    ),
     "srun without a size": (without(SRUN, "SLURM_STEP_NUM_TASKS"), ["SLURM_PROCID=2", "missing SLURM_NTASKS"]),
     # out of range
     "rank not below size": ({**BY_HAND, "RANK": "2"}, ["RANK=2", "WORLD_SIZE=2", "smaller"]),
@@ -155,7 +174,7 @@ CONFLICTS = {
     "local rank not below local size": ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
     "local size above size": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=2"]),
     "port out of range": ({**BY_HAND, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536", "TCP port"]),
-    "Slurm's list of nodes": ({**SRUN, "SLURM_STEP_NODELIST": "node[1-"}, ["node[1-", "MASTER_ADDR"]),
+    "Slurm's list of nodes": ({**SRUN, "SLURM_STEP_NODELIST": "node[1-"}, [SLURMS_LIST]),
     # two launchers
     "Open MPI and RANK": (
         {**OPENMPI, "RANK": "1", "WORLD_SIZE": "4"},

@@ -11,6 +11,7 @@ import pytest
 from hvdkit.environments import network
 from hvdkit.environments.network import LONGEST_SECRET, job_secret
 from hvdkit.errors import EnvironmentConflictError
+from tests.told import told
 
 
 def stands_for(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
@@ -94,7 +95,8 @@ def test_the_secret_is_what_is_in_the_file_without_the_end_of_the_line(path):
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 def test_a_file_that_others_can_read_or_change_is_refused(path, mode):
     path.chmod(mode)
-    with pytest.raises(EnvironmentConflictError, match=r"can be read or changed by others\nHINT: .*chmod 600"):
+    fact = f"the job's secret HVDKIT_SECRET_FILE={path} can be read or changed by others"
+    with told(EnvironmentConflictError, f"{fact}\nHINT: make it yours alone: chown, and chmod 600"):
         secret_of(path)
 
 

@@ -112,7 +112,7 @@ def test_what_is_noticed_too_late_is_said(kind, moment, limit):
 
 
 def test_a_slow_rank_is_waited_for_and_warned_about():
-    warning = "weight was submitted by ranks [0, 2], but not by ranks [1] for 1 seconds"
+    warning = "weight was submitted by ranks [0, 2], but not by ranks [1] for 1 s"
     good = judge(SLOW, Outcome(0, f"STRIKES 100.0\n{warning}\n{WELL}", 104.0), 3, *DEADLINES)
     assert good.problems == ()
     assert good.noticed_after is None

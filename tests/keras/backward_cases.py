@@ -194,18 +194,39 @@ class Twice(keras.layers.Layer):
     def __init__(self):
         super().__init__(dtype="float64")
         self.dense = keras.layers.Dense(WIDTH, activation="tanh", dtype="float64")
+        self.times = 2
 
     def build(self, shape):
         self.dense.build(shape)
 
     def call(self, x):
-        for _ in range(2):
+        for _ in range(self.times):
             x = checkpoint(self.dense, x, use_reentrant=True)
         return x
 
 
 def case_gradients_that_become_complete_twice_travel_at_the_end(hvd):
     check_training(hvd, hvd.DistributedOptimizer(sgd()), LATE, inside=Twice)
+
+
+def case_a_gradient_that_becomes_complete_again_is_an_error(hvd):
+    inside = Twice()
+    model = compiled(hvd.DistributedOptimizer(sgd()), inside=lambda: inside)
+    data = batches(hvd.rank(), 6)
+    inside.times = 1
+    train(model, data[:3])
+    inside.times = 2
+    with told(
+        AssertionError,
+        "The gradient of '",
+        "' was changed again in a backward pass that had already completed it.",
+        "HINT: a backward pass inside of the backward pass does that: pass use_reentrant=False to "
+        "torch.utils.checkpoint, or give the model its own train_step, whose gradients are reduced when they are "
+        "applied.",
+    ):
+        model.train_on_batch(*data[3])
+    train(model, data[4:])
+    check_same_bits(hvd, model)
 
 
 def case_what_goes_by_name_travels_at_the_end(hvd):

@@ -11,6 +11,18 @@ NOT_WRAPPED = "with gradients of rank"  # in a warning
 ROWS, FEATURES = 4, 6
 
 
+def not_wrapped(hvd: Any, name: str, kind: str) -> str:
+    """The whole warning about an optimizer of the name and the class."""
+    return (
+        f"The optimizer '{name}' ({kind}) updates variables with gradients of rank {hvd.rank()} alone: the "
+        f"{hvd.size()} ranks train different models.\n"
+        "HINT: wrap it, optimizer = hvd.DistributedOptimizer(optimizer), also after a model was loaded (or use "
+        "hvd.load_model). A loop of your own reduces gradients by hvdkit.tensorflow.DistributedGradientTape, or by "
+        "hvd.allreduce, whose results it must not change. If it changes them, or if ranks train apart on purpose, call "
+        "hvd.unsynchronized(optimizer)."
+    )
+
+
 def batches(rank: int, steps: int = 3) -> list[tuple[Any, Any]]:
     """A rank's batches, in float64."""
     inputs = np.random.default_rng(rank).normal(size=(steps, ROWS, FEATURES))

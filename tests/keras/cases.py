@@ -17,7 +17,8 @@ from sklearn.datasets import load_digits
 
 from hvdkit.engine.session import runtime
 from hvdkit.errors import HorovodInternalError
-from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, whole
+from hvdkit.keras.functions import backend_name
+from tests.keras.batches import FEATURES, NOT_WRAPPED, ROWS, batches, joined, not_wrapped, whole
 from tests.keras.checks import check_close, check_equal, check_same_bits, numbers, only_tensorflow, only_with_others
 from tests.keras.models import TENSORFLOW, Registered, compiled, gradients_of, model, steps_of_one_process, train
 from tests.keras.shared_cases import of_unknown_length
@@ -120,7 +121,13 @@ def case_a_distribution_of_keras_beside_a_distributed_optimizer_is_an_error(hvd)
     ours = compiled(hvd.DistributedOptimizer(sgd()), run_eagerly=True)
     keras.distribution.set_distribution(keras.distribution.DataParallel(device_mesh=mesh))
     try:
-        with told(ValueError, f"on rank {hvd.rank()}", "DataParallel", "averaged twice", "HINT"):
+        with told(
+            ValueError,
+            f"DistributedOptimizer 'DistributedSGD' on rank {hvd.rank()}: keras.distribution has DataParallel set, "
+            "which reduces gradients over its own processes; the gradients would be averaged twice.",
+            "HINT: call keras.distribution.set_distribution(None) before the model is made, or give the model the "
+            "optimizer without hvd.DistributedOptimizer.",
+        ):
             train(ours, batches(hvd.rank()))
     finally:
         keras.distribution.set_distribution(None)
@@ -283,7 +290,14 @@ def case_copies_know_which_layers_stay_local(hvd):
     alike = [len({one[index] for one in digests}) == 1 for index in range(4)]
     assert alike == [False, False, True, True]
     for copied in (copy.deepcopy, pickle.dumps):
-        with told(TypeError, "kernel", "bias", "HINT", "register_local_var"):
+        names = ", ".join(variable.path for variable in ours.layers[0].trainable_variables)
+        with told(
+            TypeError,
+            f"A distributed optimizer that leaves variables to each rank ({names}) cannot be deep-copied or pickled: "
+            "these are variables of its own model, and a copy would reduce the variables of another model.",
+            "HINT: copy the optimizer before it is wrapped, and give PartialDistributedOptimizer or "
+            "register_local_var() the layers or variables of the model that the copy trains.",
+        ):
             copied(optimizer)
 
 
@@ -304,7 +318,7 @@ def case_what_a_shell_completes_is_the_api_alone(hvd):
 def case_optimizers_of_loops_are_asked_about_too(hvd):
     times = int(hvd.size() > 1)
     made, second, by_hand = model(), sgd(0.01), sgd(0.01)
-    with warned(NOT_WRAPPED, times):  # a second one, left as it was
+    with warned(not_wrapped(hvd, second.name, "SGD"), times):  # a second one, left as it was
         for x, y in batches(hvd.rank()):
             second.apply(gradients_of(made, x, y), made.trainable_variables)
     with warned(NOT_WRAPPED, 0):  # whose gradients a loop reduces by hand
@@ -363,6 +377,8 @@ def case_process_sets(hvd):
     if hvd.size() < 3:
         raise Skip("needs a rank outside")
     pair = hvd.add_process_set([0, 2])
+    with told(TypeError, "DistributedOptimizer: only an optimizer with the process set of all ranks can be pickled"):
+        pickle.dumps(hvd.DistributedOptimizer(sgd(), process_set=pair))
     ours = train(compiled(hvd.DistributedOptimizer(sgd(), process_set=pair)), batches(hvd.rank()))
     data = joined(hvd, ranks=[0, 2] if pair.included() else [hvd.rank()])
     check_close(ours, train(compiled(sgd()), data))
@@ -455,7 +471,12 @@ def case_ranks_with_other_learning_rates_are_told(hvd):
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.5 if hvd.rank() == 0 or epoch == 0 else 0.25)
     options = {"verbose": 0, "callbacks": [schedule, hvd.callbacks.MetricAverageCallback()]}
     listed = "; ".join(f"rank {rank}: {0.25 if rank else 0.5}" for rank in range(hvd.size()))
-    with told(ValueError, f"different learning rates at the end of epoch 2: {listed}", "HINT", "ReduceLROnPlateau"):
+    fact = f"MetricAverageCallback: ranks have different learning rates at the end of epoch 2: {listed}"
+    hint = (
+        "HINT: set the same rate on all ranks. Put callbacks that follow a metric, such as ReduceLROnPlateau, after "
+        "MetricAverageCallback in the list; before it, each rank follows its own metric."
+    )
+    with told(ValueError, f"{fact}\n{hint}"):
         compiled(hvd.DistributedOptimizer(sgd(0.5))).fit(x, y, epochs=3, **options)
     compiled(hvd.unsynchronized(sgd(0.5))).fit(x, y, epochs=2, **options)  # whose rates are each rank's own
 
@@ -488,8 +509,17 @@ def case_operations_take_what_becomes_a_tensor(hvd):
 def case_what_makes_no_sense_is_told(hvd):
     wrap = hvd.DistributedOptimizer
     for error, text, make in (
-        (TypeError, "keras.optimizers.get", lambda one: wrap("adam")),
-        (ValueError, "once", lambda one: wrap(wrap(one))),
+        (
+            TypeError,
+            "DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer, got str\n"
+            'HINT: keras.optimizers.get("adam") makes an optimizer from a name.',
+            lambda one: wrap("adam"),
+        ),
+        (
+            ValueError,
+            "DistributedOptimizer: optimizer is a DistributedOptimizer already\nHINT: wrap it once.",
+            lambda one: wrap(wrap(one)),
+        ),
         (ValueError, "Average and Sum", lambda one: wrap(one, op=2)),
         (ValueError, "backward_passes_per_step", lambda one: wrap(one, backward_passes_per_step=0)),
         (ValueError, "groups", lambda one: wrap(one, groups=[3])),
@@ -500,6 +530,14 @@ def case_what_makes_no_sense_is_told(hvd):
             make(sgd())
     with told(TypeError, "broadcast_variables: variables[0] must be a variable, got 3.0"):
         hvd.broadcast_variables([3.0])
+    with told(ValueError, "KerasState: the model is not built.", "HINT: call model.build(input_shape) first."):
+        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keras.backend, "backend", lambda: "jax")
+        fact = "hvdkit.keras: Keras runs on jax, for which hvdkit does not reduce gradients."
+        hint = "HINT: set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported."
+        with told(NotImplementedError, fact, hint):
+            backend_name()
 
 
 def case_jit_is_off_by_itself_and_told_where_asked_for(hvd):

@@ -61,7 +61,13 @@ def case_gradients_that_are_summed_before_are_not_summed_again(hvd):
         optimizer = hvd.DistributedOptimizer(kind(1.0))
         variable = tf.Variable(np.zeros(2), name="weight")
         pairs = [(tf.constant([1.0, 2.0], tf.float64) * (hvd.rank() + 1), variable)]
-        with warned("summed already", 1):
+        [(flag, value)] = options.items()
+        text = (
+            f"The argument {flag}={value} tells the optimizer 'SGD' that its gradients are summed already, but nothing "
+            "in this process has summed them: ranks may train different models.\n"
+            "HINT: leave the argument out, or call optimizer.aggregate_gradients() first."
+        )
+        with warned(text, 1):
             optimizer.apply_gradients(pairs, **options)
         variable.assign(np.zeros(2))
         [(gradient, _)] = getattr(optimizer, name)(pairs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
+from tests.launch.launching import run_to_end
 from tests.on_ranks import RankedCases
 from tests.ranks import TORCH
 
@@ -57,6 +59,16 @@ def test_verification(case, backend, ranks):
 @pytest.mark.parametrize("case", KERAS_2.names)
 def test_keras_2(case):
     KERAS_2.check(case, 2, "mpi")
+
+
+def test_the_api_of_tf_keras_on_another_backend_is_an_error_that_says_what_to_do():
+    program = "import keras, hvdkit.tensorflow.keras"  # PyTorch may crash if it is loaded after TensorFlow
+    result = run_to_end([sys.executable, "-c", program], KERAS_BACKEND="torch", CUDA_VISIBLE_DEVICES="-1")
+    assert result.status == 1
+    assert (
+        "ImportError: hvdkit.tensorflow.keras needs Keras on TensorFlow, but Keras runs on torch.\n"
+        "HINT: set KERAS_BACKEND=tensorflow, or import hvdkit.keras.\n"
+    ) in result.stderr
 
 
 @pytest.mark.essential(where="two nodes")

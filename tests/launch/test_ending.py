@@ -143,7 +143,7 @@ def test_what_left_the_ranks_group_on_purpose_outlives_a_job_that_ends_well():
     ("ending", "status", "words"),
     [
         ("os._exit(0)", None, "without MPI_Finalize"),
-        ("MPI.COMM_WORLD.Abort(7)", 7, "failed with code 7, which ended the job"),
+        ("MPI.COMM_WORLD.Abort(7)", 7, "exited with code 7, which ended the job"),
     ],
 )
 def test_a_rank_that_leaves_mpi_without_a_word_or_aborts_it_is_named(ending, status, words):

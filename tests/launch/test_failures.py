@@ -262,7 +262,7 @@ def test_where_mpirun_itself_crashes_the_rank_that_failed_is_named(tmp_path: Pat
     assert status == 1, lines
     assert {"hvdkitrun: rank 1 failed:", "ValueError: no data"} <= set(lines)
     assert "hvdkitrun: mpirun itself was killed by signal SIGSEGV (11)" in lines
-    assert re.fullmatch(r"hvdkitrun: rank 1 on \S+ failed with code 1, which ended the job", lines[-1])
+    assert re.fullmatch(r"hvdkitrun: rank 1 on \S+ exited with code 1, which ended the job", lines[-1])
 
 
 @pytest.mark.essential(controller="--mpi")
@@ -270,7 +270,9 @@ def test_an_exit_code_is_told_and_verbose_shows_all(controller: str, tmp_path: P
     status, lines = run(controller, script(tmp_path, "sys.exit(3)"), "--verbose")
     assert status == 3
     text = "\n".join(lines)
-    assert "hvdkitrun: rank 1 failed:\nit called sys.exit(3)\n" in text
+    outer, inner = (rf'  File "[^"]+w\.py", line \d+, in {name}\n    ' for name in ("<module>", "train"))
+    places = rf"{outer}train\(\)\n{inner}sys\.exit\(3\)"
+    assert re.search(rf"hvdkitrun: rank 1 failed:\n{places}\nit called sys\.exit\(3\)\n", text), text
     assert "all tracebacks are in" not in text
     assert "rank 1 on " in lines[-1]
 

@@ -76,10 +76,23 @@ def test_all_flags_that_are_refused_are_named_at_once():
 
 def test_notes_are_lines_on_stderr_one_a_flag_and_the_job_runs():
     flags = ["--gloo", "-np", "1", "--autotune", "--num-nccl-streams", "2", "--autotune"]
+    flags += ["--mpi-threads-disable", "--log-with-timestamp"]
     result = call_bare(*flags, sys.executable, "-c", "print('ran')")
     assert (result.status, result.stdout) == (0, "[0]<stdout>: ran\n")
-    notes = [line.partition(" has no effect: ")[0] for line in result.stderr.splitlines()]
-    assert notes == ["hvdkitrun: --autotune", "hvdkitrun: --num-nccl-streams"]
+    notes = [line.partition(" has no effect: ")[::2] for line in result.stderr.splitlines()]
+    assert notes == [
+        (
+            "hvdkitrun: --autotune",
+            "there is nothing to tune by trial: --fusion-threshold-mb and --cycle-time-ms stay as they are",
+        ),
+        ("hvdkitrun: --num-nccl-streams", "every lane has a stream of its own"),
+        ("hvdkitrun: --mpi-threads-disable", "hvdkit asks MPI for the thread support that it needs"),
+        (
+            "hvdkitrun: --log-with-timestamp",
+            "the program's own `logging` sets the format of hvdkit's lines; --prefix-output-with-timestamp stamps all "
+            "lines",
+        ),
+    ]
 
 
 @pytest.mark.parametrize(

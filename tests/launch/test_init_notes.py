@@ -7,7 +7,7 @@ import pytest
 from hvdkit.launch.main import is_python
 from tests.launch.launching import RANK, call, call_bare
 
-ALONE = "hvdkitrun: no process called hvd.init() or init_process_group(): each trained alone"
+NOBODY = "hvdkitrun: no process had called hvd.init() or init_process_group()"
 JOINS = "import hvdkit.torch as hvd; hvd.init()\n"
 JOINS_TORCH = "import torch.distributed as dist; dist.init_process_group('hvdkit')\n"
 # Nothing that a rank writes comes to hvdkitrun, whose word must still be right.
@@ -16,8 +16,21 @@ REDIRECTED = "os.dup2(os.open(os.devnull, os.O_WRONLY), 2); os.dup2(2, 1)\n"
 
 def test_a_training_that_fails_alone_is_told_and_which_rank_it_was_comes_last(controller):
     result = call([controller, "-np", "2"], f"{RANK}if rank == '1': sys.exit(3)\ntime.sleep(600)")
-    assert ALONE in result.stderr.splitlines()
+    assert NOBODY in result.stderr.splitlines()
     assert "rank 1 on " in result.last_words
+
+
+@pytest.mark.essential(controller="--gloo")
+def test_a_script_for_horovod_that_finds_none_is_told_what_to_do(controller, tmp_path):
+    script = tmp_path / "train.py"
+    for text, hint in (
+        ("import horovod.torch as hvd\n", "import hvdkit instead, or start it with hvdkitrun --as-horovod\n"),
+        ("import horovods\n", ""),
+    ):
+        script.write_text(text)
+        result = call_bare(controller, "-np", "2", "python3", str(script))
+        hint = hint and f"HINT: the script imports horovod: {hint}"
+        assert f"{NOBODY}\n{hint}hvdkitrun: rank " in result.stderr
 
 
 @pytest.mark.essential(controller="--mpi")

@@ -116,7 +116,9 @@ def test_a_joined_host_that_is_cut_off_is_lost_and_ends_its_processes(tmp_path):
             until(lambda: f"hvdkitrun: {fact}" in job.messages, 10, job.story)
             far.send_signal(signal.SIGCONT)
             status, words = end_of(far)
-            assert (status, words.endswith("has ended, as have all processes here")) == (1, True)
+            where = join_flags(job)[1]
+            assert words == f"hvdkitrun: the connection to hvdkitrun at {where} has ended, as have all processes here"
+            assert status == 1
             assert not psutil.pid_exists(second[1]["pid"])
         job.finish()
 
@@ -128,6 +130,8 @@ def test_a_joined_host_that_is_cut_off_is_lost_and_ends_its_processes(tmp_path):
 def test_no_process_of_a_joined_host_outlives_the_launcher(tmp_path, number, words):
     with elastic_job(f"-np 1 {LISTEN} {tmp_path / 'secret'}") as job, joined(job, "far") as far:
         pid = job.wait_for(1, 1)[0]["pid"]
+        waits = "hvdkitrun: waits for hosts to join; with -H localhost:1 a process runs on this host too"
+        assert waits in job.messages
         job.process.send_signal(number)
         status, text = end_of(far)
         assert (status, text.endswith(words)) == (1, True)
@@ -164,15 +168,26 @@ def test_a_launcher_that_is_not_there_is_told_after_the_start_timeout(tmp_path):
     result = call_bare("--join", "127.0.0.1:1", "--secret-file", str(secret), "--start-timeout", "0.6")
     assert result.status == 1
     assert result.stderr.startswith("hvdkitrun: cannot reach hvdkitrun at 127.0.0.1:1 within 0.6 s: ")
+    hint = "check that hvdkitrun --listen runs there, behind no firewall; --start-timeout waits longer"
+    assert result.stderr.endswith(f"\nHINT: {hint}\n")
+
+
+TOO = "HINT: give {} too: hosts that join prove that they know the file's secret\n"
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("-np 2 --listen 0 python t.py", "--listen without --secret-file"),
-    ("-np 2 --secret-file s python t.py", "--secret-file without --listen or --join"),
-    ("-np 2 --listen x --secret-file s python t.py", "cannot read --listen x"),
-    ("--join 4000 --secret-file s", "cannot read --join 4000"),
-    ("--join h:1", "--join without --secret-file"),
-    ("--join h:1 --secret-file s python t.py", "--join takes no command"),
+    ("-np 2 --listen 0 python t.py", f"--listen without --secret-file\n{TOO.format('--secret-file')}"),
+    ("-np 2 --secret-file s python t.py", f"--secret-file without --listen or --join\n{TOO.format('one of them')}"),
+    (
+        "-np 2 --listen x --secret-file s python t.py",
+        "cannot read --listen x\nHINT: write it as in --listen host1:4000\n",
+    ),
+    ("--join 4000 --secret-file s", "cannot read --join 4000\nHINT: write it as in --join host1:4000\n"),
+    ("--join h:1", "--join without --secret-file\nHINT: copy the file of hvdkitrun --listen to this host\n"),
+    (
+        "--join h:1 --secret-file s python t.py",
+        "--join takes no command, -np or --listen\nHINT: give them to the hvdkitrun that listens\n",
+    ),
     ("--join h:1 --secret-file open", "in --secret-file open can be read or changed by others"),
     ("--join h:1 --secret-file none", "in --secret-file none cannot be read"),
 ])  # fmt: skip

@@ -59,7 +59,11 @@ def test_a_rank_with_too_few_open_files_says_so(controller):
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "ulimit -v"),
         (MemoryError(), "ulimit -v"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/x"), "no room left for /full/x"),
-        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "TMPDIR"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            "no folder for temporary files is writable\n"
+            "HINT: name one with TMPDIR (No usable temporary directory found in ['/tmp'])",
+        ),
     ],
 )
 def test_each_limit_has_its_sentence_in_hvdkitrun(error, words, monkeypatch, capsys):

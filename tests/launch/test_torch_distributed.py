@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed import HashStore
 
 from hvdkit.environments import World, world_for_torch
 from hvdkit.errors import TransportUnavailableError
@@ -16,6 +17,7 @@ from hvdkit.torch.distributed import rendezvous
 from tests.launch.launching import outputs_of, run_to_end
 from tests.launch.test_launchers import srun_environment
 from tests.ranks import free_port, mpirun
+from tests.told import told
 
 SUM = """
 import os, sys, torch, torch.distributed as dist
@@ -109,5 +111,17 @@ def test_importing_torch_imports_only_the_registration():
 
 def test_ranks_that_can_only_meet_by_mpi_are_told_what_to_install(monkeypatch):
     monkeypatch.setattr(rendezvous, "is_installed", lambda name: False)
-    with pytest.raises(TransportUnavailableError, match=r"openmpi started 2 ranks.*\nHINT: pip install mpi4py, or set"):
+    with told(
+        TransportUnavailableError,
+        "rank 1: openmpi started 2 ranks, which can meet by MPI, but mpi4py is not installed.",
+        "HINT: pip install mpi4py, or set MASTER_ADDR and MASTER_PORT on every rank: rank 0's host, a free port.",
+    ):
         next(rendezvous.rendezvous(World("openmpi", 1, 2, mpi=True)))
+
+
+def test_ranks_of_mpirun_meet_once(monkeypatch):
+    monkeypatch.setitem(rendezvous._stores, None, HashStore())
+    meetings = rendezvous.rendezvous(World("openmpi", 1, 2, mpi=True))
+    assert next(meetings)[1:] == (1, 2)
+    with told(RuntimeError, "ranks of mpirun and srun cannot meet again"):
+        next(meetings)

@@ -13,14 +13,18 @@ from hvdkit.launch.main import check_command
 from tests.launch.launching import call, call_bare, run_to_end, write_program
 
 PYTHON = [sys.executable, "-c", "pass"]
+NO_SIZE = (
+    "hvdkitrun: the number of processes, -np, is missing before the command\n"
+    "HINT: hvdkitrun -np 4 python train.py starts four; flags after the command are the script's\n"
+)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "-np"),
-        (["python", "train.py"], "-np"),
-        (["-np", "2"], "command"),
+        ([], NO_SIZE),
+        (["python", "train.py"], NO_SIZE),
+        (["-np", "2"], "hvdkitrun: the command for the processes is missing\nHINT: hvdkitrun -np 4 python train.py\n"),
         (["-np", "0", *PYTHON], "0 is smaller than 1"),
         (["-np", "two", *PYTHON], "whole number"),
         (["-np", "3", "-H", "localhost:2", *PYTHON], "more processes than there are slots (2)"),
@@ -100,7 +104,8 @@ def test_a_host_that_cannot_be_reached_is_named(controller):
     result = call(flags)
     assert result.status == 1
     assert "cannot reach host host.invalid by ssh: " in result.stderr
-    assert "HINT: " in result.stderr
+    hint = "HINT: make `ssh -o BatchMode=yes host.invalid true` work from this host without a prompt"
+    assert f"\n{hint}; --ssh-port and --start-timeout may help\n" in result.stderr
 
 
 REFUSES = 'echo "ssh: connect to host $8 port 1: Connection refused" >&2\nexit 255'

@@ -237,10 +237,28 @@ def case_channels_that_differ_are_told_with_the_name_of_the_layer(hvd):
 
 
 def case_options_that_make_no_sense_are_refused(hvd):
-    refused = ("fused", True), ("fused", None), ("renorm", True), ("virtual_batch_size", 2), ("synchronized", True)
-    for options in ({name: value} for name, value in refused):
-        with told(ValueError, *options, "HINT"):
-            hvd.SyncBatchNormalization(**options)
+    fused = "TensorFlow's fused kernel cannot use the statistics of all ranks.\nHINT: leave fused out."
+    for name, value, reason in (
+        ("fused", True, fused),
+        ("fused", None, fused),
+        (
+            "renorm",
+            True,
+            "it compensates for small batches, but here the batch is that of all ranks.\nHINT: leave renorm out.",
+        ),
+        (
+            "virtual_batch_size",
+            2,
+            "statistics are those of all batches.\nHINT: leave it out, or use Keras' BatchNormalization.",
+        ),
+        (
+            "synchronized",
+            True,
+            "it is for tf.distribute, but here ranks are synchronised.\nHINT: leave synchronized out.",
+        ),
+    ):
+        with told(ValueError, f"SyncBatchNormalization does not support {name}: {reason}"):
+            hvd.SyncBatchNormalization(**{name: value})
     hvd.SyncBatchNormalization(fused=False, virtual_batch_size=None)
 
 

@@ -176,9 +176,16 @@ def case_tape_slices_are_gathered_or_dense(hvd):
 
 def case_tape_slices_are_not_compressed_and_it_says_so(hvd):
     table = tf.Variable(tf.zeros([100, 20]), name="embedding_3/table")
+    whole = (
+        "the gradient of embedding/table is sparse (tf.IndexedSlices): its rows are gathered as they are, not "
+        "compressed.\n"
+        "HINT: with sparse_as_dense=True it is compressed like the other gradients; if most rows are untouched, "
+        "gathering sends less, and a pattern or a function in compression= can leave this gradient out."
+    )
     for as_dense, times in ((False, 1), (True, 0)):
         options = {"compression": hvd.Compression.int8, "sparse_as_dense": as_dense}
-        with warned("gradient of embedding/table is sparse", times if hvd.rank() == 0 and hvd.size() > 1 else 0):
+        is_told = times and hvd.rank() == 0 and hvd.size() > 1
+        with warned(whole if is_told else "gradient of embedding/table is sparse", times if is_told else 0):
             reducing(hvd, lambda: tf.reduce_sum(tf.gather(table, [1, 2])), table, **options)()
 
 

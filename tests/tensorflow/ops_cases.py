@@ -350,6 +350,8 @@ def case_objects_travel(hvd):
 
 
 def case_wrong_arguments_are_told(hvd):
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
+    dense = "HINT: use tf.convert_to_tensor(), tf.sparse.to_dense(), or gather values and indices separately."
     for wrong, error, *texts in (
         (lambda: hvd.allreduce("text"), ValueError, "string"),
         (lambda: hvd.allreduce(object()), TypeError, "tf.Tensor"),
@@ -357,6 +359,18 @@ def case_wrong_arguments_are_told(hvd):
         (lambda: hvd.allreduce(tf.ones(2), average=True, op=hvd.Sum), ValueError, "supersedes"),
         (lambda: hvd.allreduce(tf.constant([True])), ValueError, "got bool"),
         (lambda: hvd.allreduce(tf.ones(2), name=3), TypeError, "name must be a string"),
+        (lambda: hvd.allgather(rows), ValueError, f"allgather: tensor must be dense, got a tf.IndexedSlices\n{dense}"),
+        (
+            lambda: hvd.allreduce(rows, op=hvd.Max),
+            NotImplementedError,
+            "allreduce: hvd.Max is not supported for tf.IndexedSlices, only Sum and Average.\n"
+            "HINT: use sparse_as_dense=True, or tf.convert_to_tensor().",
+        ),
+        (
+            lambda: hvd.allreduce(rows, op=hvd.Sum, prescale_factor=2.0),
+            NotImplementedError,
+            "allreduce: prescale_factor and postscale_factor are not supported for tf.IndexedSlices",
+        ),
         (lambda: hvd.allgather(tf.constant(1.0)), ValueError, "at least one dimension"),
         (lambda: hvd.broadcast(tf.ones(2), 77), ValueError, "root"),
         (lambda: hvd.alltoall(tf.ones(2), splits=[0.5]), ValueError, "integers"),
@@ -373,6 +387,10 @@ def case_wrong_arguments_are_told(hvd):
     ):
         with told(error, *texts):
             wrong()
+    with told(
+        ValueError, "TensorFlowKerasState: the model is not built.", "HINT: call model.build(input_shape) first."
+    ):
+        hvd.elastic.TensorFlowKerasState(tf.keras.Sequential([tf.keras.layers.Dense(1)]))
 
 
 def case_exceptions_come_out_of_graphs_as_they_are(hvd):

@@ -239,9 +239,31 @@ def test_what_was_saved_is_taken() -> None:
         (3, TypeError, ("got int",)),
         ("state", TypeError, ("got str",)),
         ([3], TypeError, ("got int in a list",)),
-        ([saved(), saved(format=1)], ValueError, ("not written by this version",)),
-        ([saved(), saved()], ValueError, ("the state of rank 0 of 2 is there twice", "HINT")),
-        (saved(shapes={"weight": [60, 50]}), ValueError, ("'weight' was 60 x 50", "is 50 x 60 here", "HINT")),
+        (
+            [saved(), saved(format=1)],
+            ValueError,
+            (
+                "The state of the compression in the state_dict was not written by this version of hvdkit.",
+                "HINT: load without it (the entry 'compression' of an optimizer's state_dict, or the whole state_dict "
+                "of a ddp_hook), which loses the parts of gradients that compression has not sent yet.",
+            ),
+        ),
+        (
+            [saved(), saved()],
+            ValueError,
+            (
+                'the state_dict\'s "compression": the state of rank 0 of 2 is there twice',
+                "HINT: give each rank's state once.",
+            ),
+        ),
+        (
+            saved(shapes={"weight": [60, 50]}),
+            ValueError,
+            (
+                "the state_dict's \"compression\": 'weight' was 60 x 50 when it was saved, but is 50 x 60 here",
+                "HINT: load the state of the same model, or leave the entry out, which loses what was not sent yet.",
+            ),
+        ),
     ],
 )
 def test_what_was_not_saved_is_refused(wrong: Any, error: type[Exception], texts: tuple[str, ...]) -> None:

@@ -264,10 +264,12 @@ def test_sparse_tensors_are_summed_and_averaged(hvd: Any) -> None:
 def test_reductions_without_a_meaning_are_refused(hvd: Any) -> None:
     tensor = torch.ones(4, dtype=torch.complex64)
     for op, name in ((hvd.Min, "Min"), (hvd.Max, "Max"), (hvd.Product, "Product"), (hvd.Adasum, "Adasum")):
+        fact = f"op=hvd.{name} is not defined for complex numbers, got a tensor of type complex64"
+        hint = "use hvd.Average or hvd.Sum, or reduce real and imaginary parts separately."
         for operation in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async):
-            with told(ValueError, f"op=hvd.{name}", "complex64", "HINT", "hvd.Sum"):
+            with told(ValueError, f": {fact}\nHINT: {hint}"):
                 operation(tensor, op=op)
-        with told(ValueError, f"op=hvd.{name}", "complex64"):
+        with told(ValueError, fact):
             hvd.grouped_allreduce([torch.ones(2), tensor], op=op)
     with told(ValueError, "complex32", "HINT: use tensor.to(torch.complex64)"):
         hvd.allreduce(tensor.to(torch.complex32))

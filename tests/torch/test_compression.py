@@ -14,6 +14,7 @@ from torch import nn
 from hvdkit.compression import PayloadCodec
 from hvdkit.engine.session import runtime
 from tests.on_ranks import on_ranks
+from tests.ranks import Skip
 from tests.told import told, warned
 from tests.torch.codec_support import Constant, EverySecond, keeping_codecs, mean_gradients
 from tests.torch.optimizer_support import assert_close, assert_identical
@@ -169,16 +170,36 @@ def test_a_pattern_for_each_parameter(hvd: Any) -> None:
 
 def test_patterns_that_match_nothing_are_told(hvd: Any) -> None:
     int8 = hvd.Compression.int8
-    for policy, names, times in (
-        ({"*.weight": int8}, True, 1),
-        ({"lar*": int8}, False, 1),  # without names nothing can match
-        ({"*.weight": int8, "lar*": hvd.Compression.fp16()}, True, 0),
+    begin = "compression: none of the patterns"
+    hint = (
+        "HINT: write patterns that match these names ('*' matches all). In PyTorch pass named_parameters=, which has "
+        "the names; in Keras they are the name of a layer and of a variable, without the numbers of layers. A function "
+        "gets the parameter too."
+    )
+    are = "matches a gradient, so nothing is compressed. The gradients here are"
+    for policy, names, text in (
+        ({"*.weight": int8}, True, f"{begin} ['*.weight'] {are} 'large', 'wide', 'bias'.\n{hint}"),
+        # Without names nothing can match.
+        ({"lar*": int8}, False, f"{begin} ['lar*'] {are} 'allreduce.noname."),
+        ({"*.weight": int8, "lar*": hvd.Compression.fp16()}, True, ""),
     ):
         net = Constant(SHAPES, hvd.rank())
         named = net.named_parameters() if names else None
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), named, compression=policy)
-        with warned("none of the patterns", times if hvd.rank() == 0 else 0):
+        is_told = bool(text) and hvd.rank() == 0
+        with warned(text if is_told else begin, times=int(is_told)):
             take_steps(net, optimizer, 2)
+
+
+def test_momentum_of_a_codec_that_encodes_nothing_is_told(hvd: Any) -> None:
+    if not 1 < hvd.size() == hvd.local_size() or "HVDKIT_NODE_MEMORY" in os.environ:
+        raise Skip("needs several ranks on one node that share memory")
+    text = (
+        "Compression.dgc encodes nothing here, since all ranks are on one node, so gradients get no momentum from it.\n"
+        'HINT: pass compress="everywhere" to the compression, or leave it out and give the optimizer the momentum.'
+    )
+    with warned(text, times=int(hvd.rank() == 0)):
+        take_steps(*make(hvd, hvd.Compression.dgc(0.05, momentum=0.5)), 1)
 
 
 def test_momentum_goes_on_while_parameters_are_frozen_and_unfrozen(hvd: Any) -> None:
@@ -268,9 +289,11 @@ def test_a_checkpoint_that_is_refused_changes_nothing(hvd: Any) -> None:
     odd = {**state, "param_groups": [{**state["param_groups"][0], "lr": 7.0}]}
     for loading in (optimizer, make(hvd, hvd.Compression.topk(0.05))[1]):  # after steps, and before the first
         before = loading.state_dict()
-        with told(ValueError, "'large' was 60 x 50 when it was saved, but is 50 x 60 here", "HINT"):
+        fact = "the state_dict's \"compression\": 'large' was 60 x 50 when it was saved, but is 50 x 60 here"
+        hint = "load the state of the same model, or leave the entry out, which loses what was not sent yet."
+        with told(ValueError, f"{fact}\nHINT: {hint}"):
             loading.load_state_dict({**odd, "compression": turned})
-        with told(ValueError, "twice"):
+        with told(ValueError, "twice", "HINT: give each rank's state once."):
             loading.load_state_dict({**odd, "compression": [kept, kept]})
         assert loading.param_groups[0]["lr"] == 1.0
         assert str(loading.state_dict()) == str(before)
@@ -446,21 +469,36 @@ def test_wrong_arguments(hvd: Any) -> None:
         (lambda: compression.randomk(0.1, seed=-1), ValueError, "seed must be from 0"),
         (lambda: compression.dgc(0.01, momentum=1.0), ValueError, "momentum must be at least 0 and less than 1"),
         (lambda: compression.dgc(0.01, clip=0.0), ValueError, "clip must be above 0"),
-        (lambda: compression.dgc(0.01, feedback=False), ValueError, "feedback must be True"),
+        (
+            lambda: compression.dgc(0.01, feedback=False),
+            ValueError,
+            "Compression.dgc: feedback must be True, since dgc sends accumulated gradients",
+        ),
         (lambda: compression.powersgd(0), ValueError, "rank must be from 1"),
         (lambda: compression.powersgd(2.0), TypeError, "rank must be an integer"),
     ):
         with told(error, text):
             wrong()
-    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
-        with told(ValueError, "only Average and Sum"):
+    for name in ("Min", "Max", "Product", "Adasum"):
+        op = getattr(hvd, name)
+        text = f" does not support op=hvd.{name}, only Average and Sum.\nHINT: use Compression.none, fp16 or bf16."
+        with told(ValueError, f"allreduce: Compression.topk{text}"):
             hvd.allreduce(torch.ones(4), op=op, compression=compression.topk(0.1))
-        with told(ValueError, "only Average and Sum"):
+        with told(ValueError, f": Compression.int8{text}"):
             make(hvd, compression.int8, op=op)
-    with told(ValueError, "torch.int64", "only floating"):
+    fact = "allreduce: Compression.int8 does not support torch.int64, only floating and complex types."
+    with told(ValueError, f"{fact}\nHINT: use Compression.none for integers."):
         hvd.allreduce(torch.ones(4, dtype=torch.int64), op=hvd.Sum, compression=compression.int8)
-    for codec in (compression.dgc(0.1), compression.powersgd, compression.topk(0.1, warmup_epochs=1)):
-        with told(ValueError, "needs a DistributedOptimizer"):
+    hint = "HINT: use Compression.topk or int8 here."
+    for codec, text in (
+        (compression.dgc(0.1), f"keeps a state from step to step, which needs a DistributedOptimizer.\n{hint}"),
+        (compression.powersgd, f"keeps a state from step to step, which needs a DistributedOptimizer.\n{hint}"),
+        (
+            compression.topk(0.1, warmup_epochs=1),
+            "(warmup_epochs=...) counts steps, which needs a DistributedOptimizer.",
+        ),
+    ):
+        with told(ValueError, text):
             hvd.allreduce(torch.ones(4), compression=codec)
     with told(TypeError, "compression['large']"):
         make(hvd, {"large": 3})

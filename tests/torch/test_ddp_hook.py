@@ -116,11 +116,13 @@ def test_wrong_arguments_are_refused() -> None:
         hvd.ddp_hook(hvd.Compression.int8, timeout=3)  # type: ignore[arg-type]
     with told(ValueError, "timeout must be above zero"):
         hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(0))
-    with told(TypeError, "process_group must be a process group with this rank, or None", "HINT"):
+    fact = "ddp_hook: process_group must be a process group with this rank, or None, got -100"
+    with told(TypeError, fact, "HINT: give the process group of the DistributedDataParallel."):
         hvd.ddp_hook(hvd.Compression.int8, process_group=-100)
     with told(ValueError, "init_process_group"):
         hvd.ddp_hook(hvd.Compression.int8).state_dict()
-    with told(TypeError, "expected a DistributedDataParallel, got Linear", "HINT"):
+    fact = "ddp_hook: register: expected a DistributedDataParallel, got Linear"
+    with told(TypeError, fact, "HINT: for a plain module, use hvd.DistributedOptimizer(..., compression=...)."):
         hvd.ddp_hook(hvd.Compression.int8).register(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
@@ -129,23 +131,32 @@ def state(**changes: Any) -> dict[str, Any]:
     return {"codec": "int8", "rank": 0, "size": 2, "turn": 1, "shapes": [[2, 3]], "kept": [], **changes}
 
 
+NO_STATE = "ddp_hook.load_state_dict: expected a state_dict or a list of one for each rank, got"
+NOT_ALIKE = "ddp_hook.load_state_dict: the state_dicts are not of the same step of the same job: number 1 has another"
+ALIKE_HINT = "HINT: load the states that all ranks saved after the same step."
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        (3, TypeError, "expected a state_dict or a list"),
-        ("state", TypeError, "expected a state_dict or a list"),
+        (3, TypeError, f"{NO_STATE} int"),
+        ("state", TypeError, f"{NO_STATE} str"),
         ([], ValueError, "got none"),
         ({"step": 1}, TypeError, "expected the state_dict of a ddp_hook, got ['step'] as number 0"),
         ([state(), 3], TypeError, "got int as number 1"),
-        ([state(), state(turn=2)], ValueError, "number 1 has another turn than number 0"),
-        ([state(), state(size=3)], ValueError, "number 1 has another size than number 0"),
-        ([state(), state(shapes=[])], ValueError, "another list of parameters"),
-        ([state(), state(codec="int4")], ValueError, "number 1 has another codec"),
-        ([state(), state(rank=1), state()], ValueError, "number 2 is another state_dict of rank 0"),
+        ([state(), state(turn=2)], ValueError, f"{NOT_ALIKE} turn than number 0\n{ALIKE_HINT}"),
+        ([state(), state(size=3)], ValueError, f"{NOT_ALIKE} size than number 0\n{ALIKE_HINT}"),
+        ([state(), state(shapes=[])], ValueError, f"{NOT_ALIKE} list of parameters than number 0\n{ALIKE_HINT}"),
+        ([state(), state(codec="int4")], ValueError, f"{NOT_ALIKE} codec than number 0\n{ALIKE_HINT}"),
+        (
+            [state(), state(rank=1), state()],
+            ValueError,
+            "number 2 is another state_dict of rank 0\nHINT: load one state_dict of each rank.",
+        ),
     ],
 )
 def test_states_that_cannot_be_loaded_are_refused(wrong: Any, error: type[Exception], text: str) -> None:
-    with told(error, "ddp_hook.load_state_dict", text):
+    with told(error, "ddp_hook.load_state_dict: ", text):
         hvd.ddp_hook(hvd.Compression.int8).load_state_dict(wrong)
 
 

@@ -103,13 +103,16 @@ def test_a_codec_that_fails_on_one_rank(hvd: Any) -> None:
     dist.barrier()  # or a rank that is still in this step fails in it, and DDP is out of step with the other ranks'
     with told(RuntimeError, "with codec failing(", f"on rank {dist.get_rank()}", "on purpose"):
         job.step()
-    text = "ddp_hook: state_dict on purpose"
+    begin = "ddp_hook: state_dict: the codec's state is in the middle of a step that failed: "
+    hint = "\nHINT: call state_dict() after each step, and continue from the last one that it returned."
+    text = f"{begin}on purpose{hint}"
     try:
         assert job.hook.state_dict()["turn"] > 0
     except hvd.HorovodInternalError as error:  # on this rank, some of the step was encoded
         text = str(error)
-    assert "ddp_hook: state_dict" in text, text
+    assert text.startswith(begin), text
     assert "on purpose" in text, text
+    assert text.endswith(hint), text
     dist.barrier()  # the model's own process group is as it was
 
 
@@ -120,7 +123,12 @@ def test_a_rank_that_does_not_come(hvd: Any) -> None:
         hook = hvd.ddp_hook(hvd.Compression.int8, timeout=timedelta(seconds=1))
         # Of several, one may have come later than the other waited for it.
         started = f"ddp_hook: rank {dist.get_rank()}: "
-        with told(hvd.HorovodInternalError, started, "waited 1 s for ranks [0", "to use a ddp_hook", "HINT"):
+        purpose = (
+            "to use a ddp_hook.\n"
+            "HINT: all ranks of the model's process group must use one; make several hooks in the same order on all "
+            "ranks."
+        )
+        with told(hvd.HorovodInternalError, started, "waited 1 s for ranks [0", purpose):
             hook.register(model)
     dist.barrier()
     if dist.get_rank() == 0:  # so that all ranks have opened as many hooks
@@ -163,7 +171,8 @@ def test_a_part_of_the_ranks(hvd: Any) -> None:
         job = ddp.constant(hvd, hvd.Compression.int8, process_group=part).steps(3)
         assert job.hook.state_dict()["size"] == 2
         model = DistributedDataParallel(ddp.net_of(0), process_group=part)
-        with told(ValueError, "the model is on ranks [1, 2], but process_group has ranks [0, 1, 2]", "HINT"):
+        fact = "ddp_hook: register: the model is on ranks [1, 2], but process_group has ranks [0, 1, 2]"
+        with told(ValueError, fact, "HINT: leave process_group out; then the hook uses the model's."):
             hvd.ddp_hook(hvd.Compression.int8, dist.group.WORLD).register(model)
         # A group of the same ranks may take the place of the model's.
         again = dist.new_group(ranks, use_local_synchronization=True)
@@ -232,10 +241,11 @@ def test_ranks_that_run_out_of_data_join(hvd: Any) -> None:
 def test_one_hook_for_two_models(hvd: Any) -> None:
     job = ddp.constant(hvd, hvd.Compression.int8).steps(2)
     other = DistributedDataParallel(ddp.net_of(0))
-    with told(ValueError, "this hook has a model already", "HINT"):
+    hint = "HINT: make a hook for each model."
+    with told(ValueError, "ddp_hook: register: this hook has a model already", hint):
         job.hook.register(other)
     other.register_comm_hook(job.hook, hvd.DDPHook.reduce)
-    with told(ValueError, "this hook belongs to another model", "HINT"):
+    with told(ValueError, "ddp_hook: this hook belongs to another model", hint):
         other().backward()
     with told(RuntimeError, ""):
         hvd.ddp_hook(hvd.Compression.int8).register(job.model)

@@ -155,7 +155,9 @@ def test_a_state_that_cannot_be_used_is_an_error_in_the_first_step(hvd: Any) -> 
     int8 = hvd.Compression.int8
     state = ddp.constant(hvd, int8).steps(3).hook.state_dict()
     turned = {**state, "shapes": [shape[::-1] for shape in state["shapes"]]}
-    with told(RuntimeError, "ValueError", "the state_dict is of another model", "60 x 50", "50 x 60"):
+    index = state["shapes"].index([50, 60])
+    fact = f"the state_dict is of another model: parameter {index} is of shape [50, 60] here, but was of shape [60, 50]"
+    with told(RuntimeError, "ValueError", f"{fact} there.\nHINT: load a state that a hook of this model saved."):
         ddp.resumed(hvd, int8, turned).step()
     ddp.for_several_ranks()
     job = ddp.resumed(hvd, int8, state) if dist.get_rank() == 0 else ddp.constant(hvd, int8)
@@ -171,7 +173,10 @@ def test_a_state_on_some_ranks_only_between_two_steps(hvd: Any) -> None:
     began = time.monotonic()
     if dist.get_rank() == 0:
         job.hook.load_state_dict(state)
-    with told(RuntimeError, "ddp_hook", "is not the same on its ranks", "gradients of", "HINT"):
+    hint = (
+        "HINT: all ranks of a group must call the same operations in the same order, with the same shapes and dtypes."
+    )
+    with told(RuntimeError, "ddp_hook", " of the group is not the same on its ranks: ", "gradients of", f".\n{hint}"):
         job.step()
     assert time.monotonic() - began < 30, "that is half of the hook's time limit"
 

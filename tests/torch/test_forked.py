@@ -136,9 +136,16 @@ def test_collective_calls_raise_at_once(hvd: Any) -> None:
         *([lambda: hvd.synchronize(pending)] if pending is not None else []),
     ]
 
+    rest = (
+        ", whose connections and memory it must not use: hvd.rank(), hvd.size() and similar functions work here, but "
+        "nothing is communicated.\n"
+        "HINT: make collective calls and optimizer steps in the process that called hvd.init(); let workers of a "
+        "DataLoader and other child processes return data to that process."
+    )
+
     def check() -> None:
         for call in calls:
-            with told(ForkedChildError, f"forked from rank {hvd.rank()} ", "HINT"):
+            with told(ForkedChildError, f"this process was forked from rank {hvd.rank()} (", rest):
                 call()
 
     in_child(check)

@@ -69,6 +69,9 @@ def test_lightning_knows_the_ranks(results: Any) -> None:
 
 
 def test_trainers_that_cannot_work_say_so(results: Any) -> None:
-    assert "hvdkitrun -np 2" in results[1][0]["several devices"]
+    assert results[1][0]["several devices"] == (
+        'Trainer(strategy="hvdkit", devices=2): hvd.size() is 1.\n'
+        "HINT: start the ranks with hvdkitrun -np 2 python script.py, or train on one device with devices=1."
+    )
     for rank in (*results[1], *results[2]):
         assert "hvd.SyncBatchNorm" in rank["layers"]

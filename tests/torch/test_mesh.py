@@ -60,7 +60,8 @@ def test_a_mesh_has_a_row_for_each_process_set(hvd):
     made = hvd.device_mesh([hvd.ProcessSet(ranks) for ranks in ([0, 1], [2, 3])], ("data", "tensor"))
     assert made.mesh.tolist() == mesh.mesh.tolist()
     assert made.mesh_dim_names == ("data", "tensor")
-    with told(ValueError, "[[0, 1], [0, 1]]"):
+    fact = "device_mesh: expected sets of equal size that share the ranks 0 to 3, got [[0, 1], [0, 1]]"
+    with told(ValueError, fact, "HINT: give one set for each row, and put each rank into one set."):
         hvd.device_mesh([hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 1])], ("data", "tensor"))
 
 

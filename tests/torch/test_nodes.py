@@ -62,7 +62,8 @@ atexit.register(lambda: print("ASKED", len(asked) > 0))
 OBSTACLES = {
     "no native kernels": (
         hidden("sys.modules['hvdkit.kernels._native'] = None"),
-        "the native kernels were not built",
+        "the native kernels were not built when hvdkit was installed (no C++ compiler was found, or this is a source "
+        "tree that was not installed: build them in it with python setup.py build_ext --inplace)",
     ),
     "a limit on the size of files": (
         hidden("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 << 10,) * 2)"),

@@ -224,7 +224,11 @@ def test_adasum_combines_the_updates(hvd: Any) -> None:
                     member.copy_(start + torch.from_numpy(adasum(deltas)).float().view_as(start))
             assert_close(list(net.parameters())[index].detach(), members[0].detach(), 1e-5)
     assert_identical(hvd, net)
-    with told(AssertionError, "Skipping synchronization is not supported when using Adasum", "HINT"):
+    hint = (
+        "HINT: call optimizer.step() outside of optimizer.skip_synchronize(); with Adasum, gradients stay on their "
+        "rank."
+    )
+    with told(AssertionError, "Skipping synchronization is not supported when using Adasum optimizer.", hint):
         optimizer.skip_synchronize().__enter__()
 
 

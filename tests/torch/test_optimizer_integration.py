@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import unittest.mock
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,6 +108,23 @@ def test_closures_are_called_equally_often_on_the_joined_batch(hvd: Any) -> None
             assert_close(loss.detach(), pair.plain.step(closure_of(pair, 1, step, calls)).detach(), 1e-5)
         pair.check()
         assert calls.count(0) == calls.count(1) >= (3 if plain is sgd else 7)
+
+
+def test_a_mean_over_tokens_without_padding_needs_the_weight_of_the_page_on_questions(hvd: Any) -> None:
+    def loss_on_tokens(net: nn.Module, ranks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.cat([batch(rank)[0] for rank in ranks]).double()
+        # Rank r has r samples of padding.
+        target = torch.cat([torch.tensor([-1] * min(rank, 3) + [1] * (4 - min(rank, 3))) for rank in ranks])
+        return nn.functional.cross_entropy(net(inputs), target, ignore_index=-1), (target != -1).sum()
+
+    pair = Comparison(hvd, make_double)
+    loss, tokens = loss_on_tokens(pair.sides[0][0], [hvd.rank()])
+    loss = loss * tokens * hvd.size() / hvd.allreduce(tokens, op=hvd.Sum, name="tokens")
+    loss.backward()
+    pair.optimizer.step()
+    loss_on_tokens(pair.sides[1][0], range(hvd.size()))[0].backward()
+    pair.plain.step()
+    pair.check()
 
 
 class SAM(torch.optim.Optimizer):
@@ -278,6 +296,25 @@ class Twice(nn.Module):
             case "tied":
                 x = keeps(lambda y: self.first(self.block(y)), x)
         return self.last(x).pow(2).mean()
+
+
+def test_a_backward_pass_inside_of_another_where_there_was_none_is_an_error(hvd: Any) -> None:
+    net, rows = Twice().double(), torch.ones(5, 4, dtype=torch.float64)
+    optimizer = distributed_sgd(hvd, net, compression=Passing)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(rows, "inside, then outside", lambda function, *inputs: function(*inputs)).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    with told(
+        AssertionError,
+        "The gradient of '",
+        "block.2.bias' was complete and handed over to be reduced, but then a nested backward pass (one inside of the "
+        "backward pass) added to it.",
+        "HINT: the model calls torch.utils.checkpoint with use_reentrant=True where it did not before; pass "
+        "use_reentrant=False.",
+    ):
+        net(rows, "inside, then outside", functools.partial(checkpoint, use_reentrant=True)).backward()
 
 
 def test_reentrant_checkpoints_around_what_is_used_twice(hvd: Any) -> None:

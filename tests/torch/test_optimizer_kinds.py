@@ -195,7 +195,13 @@ def test_a_gradient_dtype_may_change_between_steps(hvd: Any) -> None:
     parameter.grad = torch.ones(1000, dtype=torch.bfloat16)
     optimizer.step()
     parameter.grad = torch.ones(1000, dtype=torch.float32)
-    with told(ValueError, "'weight'", "torch.float32", "torch.bfloat16", "HINT: ", "grad_dtype"):
+    with told(
+        ValueError,
+        "The gradient of 'weight' is torch.float32 in this step, but all ranks have agreed to reduce it as "
+        "torch.bfloat16, which would round it.",
+        "HINT: the parameter's grad_dtype is None, which leaves the dtype open: set grad_dtype to torch.float32 on all "
+        "ranks.",
+    ):
         optimizer.step()
 
 

@@ -319,7 +319,8 @@ def test_wrapping_again_takes_the_parameters_over(hvd: Any) -> None:
     train_step(first, net, batch(hvd.rank()))
     second = distributed_sgd(hvd, net)
     assert_reduces(hvd, second, net)
-    with told(ValueError, "another DistributedOptimizer", "HINT"):
+    fact = "The parameters of this DistributedOptimizer were given to another DistributedOptimizer later."
+    with told(ValueError, fact, "HINT: wrap each optimizer once, and give no parameter to two of them."):
         first.step()
     with told(ValueError, "already", "HINT"):
         hvd.DistributedOptimizer(second)

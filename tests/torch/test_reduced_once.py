@@ -13,6 +13,25 @@ from tests.torch.optimizer_support import batch, distributed_sgd, loss_of, make_
 
 pytestmark = on_ranks(2)
 
+IN_DDP = (
+    "' belongs to a DistributedDataParallel too, which also averages its gradient over the ranks.\n"
+    "HINT: keep the DistributedDataParallel and use the optimizer without hvd.DistributedOptimizer, or train the bare "
+    "model. Accelerate and the Trainer of transformers wrap models themselves; hvd.ddp_hook(codec) compresses "
+    "gradients there."
+)
+SHARDED = (
+    "' is a DTensor: each rank may have another part of it; fully_shard and parallelize_module reduce gradients "
+    "themselves.\n"
+    "HINT: use the optimizer without hvd.DistributedOptimizer; where nothing averages over the data dimension of a "
+    "mesh, average the local parts: hvd.grouped_allreduce_([p.grad.to_local() for p in model.parameters()], "
+    "process_set=...)."
+)
+
+
+def of_conv(hvd: Any, text: str) -> tuple[str, ...]:
+    """The parts of an error about the first parameter."""
+    return "DistributedOptimizer '", f"' on rank {hvd.rank()}: its parameter 'conv.weight{text}"
+
 
 def test_a_model_in_ddp_with_a_distributed_optimizer_is_an_error_of_all_ranks(hvd: Any) -> None:
     def make_the_mistake() -> None:
@@ -20,10 +39,10 @@ def test_a_model_in_ddp_with_a_distributed_optimizer_is_an_error_of_all_ranks(hv
         del net.spare
         early = distributed_sgd(hvd, net)
         model = DistributedDataParallel(net)
-        with told(ValueError, f"on rank {hvd.rank()}", "'conv.weight'", "DistributedDataParallel", "HINT"):
+        with told(ValueError, *of_conv(hvd, IN_DDP)):
             distributed_sgd(hvd, net)
         loss_of(model, batch(hvd.rank())).backward()
-        with told(ValueError, f"on rank {hvd.rank()}", "'conv.weight'", "DistributedDataParallel", "HINT"):
+        with told(ValueError, *of_conv(hvd, IN_DDP)):
             early.step()
 
     for backend in ("gloo", "hvdkit"):
@@ -49,5 +68,5 @@ def test_a_model_that_left_ddp_and_parameters_that_ddp_ignores_are_reduced(hvd: 
 def test_a_sharded_model_with_a_distributed_optimizer_is_an_error(hvd: Any) -> None:
     with process_group(hvd):
         net = fully_shard(make_net())
-        with told(ValueError, f"on rank {hvd.rank()}", "'conv.weight'", "DTensor", "HINT"):
+        with told(ValueError, *of_conv(hvd, SHARDED)):
             distributed_sgd(hvd, net)

@@ -97,7 +97,8 @@ def test_process_sets_from_communicators_that_cannot_be(hvd: Any) -> None:
         hvd.init(comm=[0, 1, 2], process_sets=[hvd.ProcessSet(world)])
     first_two = world.Split(int(world.Get_rank() == 2), 0)  # the last rank is alone
     sets = [hvd.ProcessSet(world)]
-    with told(ValueError, "expected a communicator of ranks of the job", "3 ranks"), started(hvd, comm=first_two):
+    fact = "ProcessSet: expected a communicator whose ranks are all in the job's communicator; ranks outside of it: "
+    with told(ValueError, f"{fact}{2 if world.Get_rank() == 2 else 1} of 3"), started(hvd, comm=first_two):
         hvd.shutdown()
         hvd.init(comm=first_two, process_sets=sets)
 

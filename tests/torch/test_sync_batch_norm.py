@@ -143,7 +143,8 @@ def test_wrong_inputs_are_refused_on_every_rank(hvd):
     ):
         with told(ValueError, text):
             norm(batch)
-    with told(ValueError, "HINT"):
+    fact = "convert_sync_batchnorm: LazyBatchNorm1d must be initialized, got a layer that has seen no input"
+    with told(ValueError, fact, "HINT: run the model once before you convert it."):
         hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
 
 

@@ -10,8 +10,17 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hvdkit.environments.base import World
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
-from hvdkit.transports.security.admission import ANSWER, LEADER, Authenticator, admit, introduction_key, pack_address
+from hvdkit.transports.security.admission import (
+    ANSWER,
+    LEADER,
+    Authenticator,
+    SealedStore,
+    admit,
+    introduction_key,
+    pack_address,
+)
 from hvdkit.transports.security.credentials import NONCE_BYTES, Credentials
+from tests.told import told
 from tests.transports.shared import in_thread
 from tests.waiting import until
 
@@ -72,7 +81,8 @@ def test_a_dead_rank_0s_answer_is_not_taken(credentials):
     store = HashStore()
     run_attempt(store, credentials)
     said = store_of(store).get(introduction_key(1))
-    with pytest.raises(TransportUnavailableError, match=r"rank 1 waited 0.3 s for all 3 ranks; missing: \[0\]\nHINT"):
+    hint = "HINT: see what these ranks printed; raise HVDKIT_START_TIMEOUT_SECONDS on a cluster that starts slowly."
+    with told(TransportUnavailableError, f"rank 1 waited 0.3 s for all 3 ranks; missing: [0]\n{hint}"):
         start(store, 1, credentials, 0.3).result(SECONDS)
     assert store_of(store).get(introduction_key(1)) != said  # it has tried that one
 
@@ -106,16 +116,51 @@ def test_a_rank_0_that_was_given_up_does_not_take_ranks_from_the_next_one(creden
     assert not its_store.check([introduction_key(2)])
     key, introduction = introduction_key(2), b"2" * NONCE_BYTES + pack_address(("", 0))
     its_store.set(key, Authenticator(2, credentials).seal(key, introduction))  # all are there, too late
-    with pytest.raises(TransportUnavailableError, match=r"another process has come as rank 0.*\nHINT"):
+    fact = "another process has come as rank 0 of this job, so this attempt to start the job is over.\n"
+    hint = (
+        "HINT: if no launcher has restarted the job meanwhile, two jobs meet at the same place: give each job "
+        "its own MASTER_PORT or HVDKIT_JOB."
+    )
+    with told(TransportUnavailableError, fact + hint):
         orphan.result(SECONDS)
     assert not its_store.check([ANSWER])
     assert_met(store, [*ranks, start(store, 2, credentials)])
 
 
+STRANGERS = (
+    "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if all have the same secret, somebody else is on this "
+    "network, see SECURITY.md."
+)
+
+
 def test_who_has_no_secret_is_told_on_both_sides():
     store = HashStore()
     ranks = [start(store, rank, SECRET if rank != 1 else None, 2.0) for rank in range(SIZE)]
-    with pytest.raises(AuthenticationError, match="a peer claiming to be rank 1 does not know the job's secret"):
+    fact = "a peer claiming to be rank 1 does not know the job's secret."
+    with told(AuthenticationError, f"{fact}\n{STRANGERS}"):
         ranks[0].result(SECONDS)
-    with pytest.raises(AuthenticationError, match="rank 0 asks for a secret that rank 1 lacks"):
+    with told(AuthenticationError, f"rank 0 asks for a secret that rank 1 lacks.\n{STRANGERS}"):
         ranks[1].result(SECONDS)
+
+
+def test_a_value_that_no_rank_wrote_is_refused():
+    store = HashStore()
+    PrefixStore("ranks", store).set("word", "of a stranger")
+    fact = "the value of 'word' in the store where the ranks meet was not written by a rank."
+    with told(AuthenticationError, f"{fact}\n{STRANGERS}"):
+        SealedStore(store, "ranks", SECRET).get("word")
+
+
+class Gone(HashStore):
+    """A store whose server has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer\nand where in C++")
+
+
+def test_a_store_that_is_gone_is_told():
+    hint = "HINT: the process that serves the store has ended; see what rank 0 and the launcher printed."
+    with told(
+        TransportUnavailableError, f"rank 1 lost the store where the ranks meet: Connection reset by peer\n{hint}"
+    ):
+        start(Gone(), 1, None).result(SECONDS)

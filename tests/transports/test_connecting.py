@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from hvdkit.engine.session.introduction import InitExchanges
 from hvdkit.environments.base import World
-from hvdkit.errors import PeerLostError
+from hvdkit.errors import PeerLostError, TransportUnavailableError
 from hvdkit.transports import torch_distributed
+from hvdkit.transports.gloo_group import open_gloo
 from hvdkit.transports.torch_distributed import TorchTransport
+from tests.told import told
 from tests.transports.shared import connected, in_thread
 from tests.waiting import until
 
@@ -55,11 +57,18 @@ def started(transports: list[TorchTransport]) -> list[TorchTransport]:
     return transports
 
 
+def test_a_gloo_that_does_not_open_is_told():
+    hint = "HINT: check the addresses of this host, or choose its network interface with GLOO_SOCKET_IFNAME."
+    with told(TransportUnavailableError, "rank 2 could not open Gloo: ", f"\n{hint}"):
+        open_gloo(2, 2, ["127.0.0.1"])  # there are ranks 0 and 1
+
+
 def test_a_rank_that_says_nothing_after_they_met_is_named_on_all(transports):
     """Also by those who hear of it only from rank 0."""
     ranks = on_threads(lambda rank: InitExchanges(1.0).exchange(transports[rank], b"here"), range(3))
     for rank in ranks:
-        with pytest.raises(PeerLostError, match=r"on rank 0 waited 1 s .* for ranks \[3\]") as raised:
+        text = "hvd.init() on rank 0 waited 1 s (HVDKIT_TIMEOUT_SECONDS) for ranks [3].\n"
+        with told(PeerLostError, f"{text}HINT: see what these ranks printed.") as raised:
             rank.result(SECONDS)
         assert raised.value.rank == 3
 
@@ -68,7 +77,7 @@ def test_a_rank_that_dies_after_they_met_is_named_on_all(transports):
     ranks = on_threads(lambda rank: InitExchanges(SECONDS).exchange(transports[rank], b"here"), range(3))
     transports[3].close(graceful=False)
     for rank in ranks:
-        with pytest.raises(PeerLostError, match="on rank 0 waits for rank 3: Connection closed by peer"):
+        with told(PeerLostError, "hvd.init() on rank 0 waits for rank 3: Connection closed by peer"):
             rank.result(SECONDS)
 
 

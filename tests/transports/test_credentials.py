@@ -10,7 +10,16 @@ import torch
 
 from hvdkit.errors import AuthenticationError
 from hvdkit.transports.security.admission import pack_address, prove, unpack_address
-from hvdkit.transports.security.credentials import NONCE_BYTES, TAG_BYTES, Credentials, NotAuthenticError, new_nonce
+from hvdkit.transports.security.credentials import (
+    NONCE_BYTES,
+    TAG_BYTES,
+    Credentials,
+    NotAuthenticError,
+    initiate,
+    new_nonce,
+    respond,
+)
+from tests.told import told
 
 CREDENTIALS = Credentials(b"a secret of this job", "job", 1)
 
@@ -102,8 +111,23 @@ def test_who_knows_the_secret_is_believed_and_shown_what_is_his():
     ids=["another secret", "another rank's", "our own", "nothing"],
 )
 def test_who_does_not_know_the_secret_is_named(wrong):
-    with pytest.raises(AuthenticationError, match=r"connected as rank 2 does not know.*\nHINT"):
+    fact = "the peer connected as rank 2 does not know the job's secret."
+    hint = (
+        "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; if all have the same secret, somebody else is on "
+        "this network, see SECURITY.md."
+    )
+    with told(AuthenticationError, f"{fact}\n{hint}"):
         prove(Connection(wrong), 0, 2, CREDENTIALS, 7, lambda: None)
+
+
+def test_who_proves_nothing_over_a_connection_is_refused_by_both_ends():
+    said: list[bytes] = []
+    calling = initiate(CREDENTIALS, 2, 0, said.append)
+    with told(NotAuthenticError, "a process that answers in its place does not know the session's secret"):
+        calling.send(bytes(next(calling)))
+    answering = respond(CREDENTIALS, 0, 3, said[0], said.append)
+    with told(NotAuthenticError, "the process that connected as rank 2 does not belong to this session"):
+        answering.send(bytes(next(answering)))
 
 
 @pytest.mark.parametrize("place", [("10.1.2.3", 1), ("fe80:1234:5678:9abc:def0:1234:5678:9abc", 65535)])

@@ -232,8 +232,10 @@ def test_who_cannot_be_reached_is_said_and_nobody_fails(caplog):
         with Job(3, elsewhere).connected(1.0) as connections:
             assert [sorted(mine) for mine in connections] == [[], [2], [1]]
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(
-        "rank 0 and ranks [1, 2] cannot exchange signs of life while Python is blocked: they could not"
+    assert said == (
+        "rank 0 and ranks [1, 2] cannot exchange signs of life while Python is blocked: they could not be connected; "
+        "check whether a firewall closes ports. If a library keeps Python's lock (GIL) on one of these ranks for "
+        "longer than HVDKIT_TIMEOUT_SECONDS, the job ends."
     )
 
 

@@ -12,8 +12,9 @@ from hvdkit.environments.network import own_addresses
 from hvdkit.errors import AuthenticationError, TransportUnavailableError
 from hvdkit.transports.security.credentials import Credentials
 from hvdkit.transports.security.key_value_server import KeyValueServer
-from hvdkit.transports.security.rendezvous import _rendezvous_by_http
+from hvdkit.transports.security.rendezvous import _parsed_rendezvous, _rendezvous_by_http
 from tests.ranks import TORCH, run_ranks
+from tests.told import told
 
 SECRET = Credentials(b"a secret of this job", "job", 1)
 
@@ -49,8 +50,16 @@ def test_the_others_find_what_rank_0_wrote_and_no_proxy_is_asked(server, credent
 
 def test_what_was_written_without_the_secret_is_refused(server):
     meet(0, server, None)
-    with pytest.raises(AuthenticationError, match="rank 1"):
+    fact = "was not written by a rank that knows the secret of rank 1.\n"
+    hint = "HINT: give all ranks the same HVDKIT_SECRET_FILE, or none; see SECURITY.md."
+    with told(AuthenticationError, f"the text at http://127.0.0.1:{server.port}/", fact + hint):
         meet(1, server, SECRET)
+
+
+def test_what_is_no_address_is_told():
+    hint = "HINT: another program wrote this; give the ranks an HVDKIT_SECRET_FILE, see SECURITY.md."
+    with told(TransportUnavailableError, f"expected the address of rank 0's store, got b'nonsense'\n{hint}"):
+        _parsed_rendezvous(b"nonsense")
 
 
 def test_a_server_that_is_gone_is_told_at_once(server):

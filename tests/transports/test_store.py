@@ -15,6 +15,7 @@ from hvdkit.transports.security import store as store_module
 from hvdkit.transports.security.credentials import PROOF_BYTES, Credentials, initiate
 from hvdkit.transports.security.listening import listen
 from hvdkit.transports.security.store import STORE, RendezvousStore, StoreServer, connect
+from tests.told import told
 from tests.waiting import until
 
 SECONDS = 20.0
@@ -97,7 +98,7 @@ def test_a_stranger_who_cannot_prove_the_secret_stores_nothing(place):
             assert connection.recv(4096) == b""
     until(lambda: place.server.refused == {1})
     assert place.server.lacks([1])
-    with pytest.raises(AuthenticationError, match="rank 0 does not know the job's secret"):
+    with told(AuthenticationError, "a peer claiming to be rank 0 does not know the job's secret."):
         connect(Credentials(b"a guess", "job", 0), 1, place.address, SECONDS)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hvdkit.engine.session import runtime
 from tests.on_ranks import on_ranks
+from tests.told import told
 from tests.torch.test_timeline import recorded
 from tests.transports.shared import grown, held, in_thread, shared_files
 from tests.waiting import until
@@ -178,7 +179,8 @@ def test_different_static_process_sets_are_an_error_on_every_rank(hvd):
         return
     rank = hvd.rank()
     hvd.shutdown()
-    with pytest.raises(hvd.HorovodInternalError, match="different process sets"):
+    hint = "HINT: pass the same sets, in the same order, on all ranks."
+    with told(hvd.HorovodInternalError, "hvd.init() was given different process sets: ", f".\n{hint}"):
         hvd.init(process_sets=[hvd.ProcessSet([rank % 2])])
     hvd.init()
     good_allreduce(hvd)
@@ -194,7 +196,8 @@ def test_some_ranks_make_a_smaller_job_while_others_call_nothing(hvd):
             good_allreduce(hvd)
             hvd.shutdown()
         elif rank > 0:
-            with pytest.raises(ValueError, match=f"rank {rank} is not among"):
+            fact = f"init(): argument comm: rank {rank} is not among {members}."
+            with told(ValueError, f"{fact}\nHINT: call hvd.init(comm=ranks) only on the ranks in comm."):
                 hvd.init(comm=members)
     hvd.init()
     good_allreduce(hvd)

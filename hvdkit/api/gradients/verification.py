@@ -39,6 +39,10 @@ NEVER_BROADCAST = (
     "after step 10 at the latest, it is an error. If they were the same at the start: "
 )
 LATER = "HINT: to make them equal, use {broadcast}; find out why they differ: "
+STILL = (
+    "HINT: they differed in the first comparison already, so they most likely never were the same; have all ranks "
+    "start from the same values: {broadcast}. If they were the same at the start: "
+)
 CAUSES = (
     "gradients were changed on one rank unnoticed (in PyTorch through .data) between backward() and step(); ranks "
     "stepped differently (learning rates, random numbers in the update, a step that one rank left out, hvd.join() "
@@ -162,7 +166,7 @@ class Verification:
         self._engine: Any = None
         self._steps_before = 0  # on earlier lanes
         self._compared_in: Any = None  # the engine; ranks of another one may be new
-        self._has_warned = False
+        self._has_warned = self._differed_at_first = False
         self._statement: Statement | None = None  # the newest that awaits the end of the next step
         self._stated_after = 0  # the lane's step after which it was made
         self._at_once = False  # all ranks compare after the update that follows
@@ -243,10 +247,11 @@ class Verification:
         if not is_error:
             explanation, is_error = explain(statement, rank, machines, all(are_sketched), gather)
             text = f"{text} {explanation}"
-        hint = (NEVER_BROADCAST if any(are_first) else LATER) + CAUSES
+        hint = (NEVER_BROADCAST if any(are_first) else STILL if self._differed_at_first else LATER) + CAUSES
         text = f"{text}\n{hint.format(broadcast=self._broadcast)}"
         if is_error and not any(are_first):
             raise ParametersDifferError(text)
         if any(are_first) or (rank == ranks[0] and not self._has_warned):
             warnings.warn(text, stacklevel=2)
         self._has_warned = True
+        self._differed_at_first |= any(are_first)

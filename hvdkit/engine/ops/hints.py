@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 # Ends and beginnings of the names that adapters give to certain operations.
 SPARSE, STATISTICS = ".slices", ".statistics"
+PARAMETERS, BEFORE_CLOSURE = ".kinds'", "'before_closure."
 METRIC_AVERAGE, BROADCAST_CALLBACK = "'MetricAverageCallback", "'BroadcastGlobalVariablesCallback"
 
 SAME_MODEL = "HINT: build the same model and freeze the same parameters on every rank."
@@ -21,6 +22,15 @@ UNEVEN_FIT = (
     "the same callbacks in the same order on all ranks, and put EarlyStopping, or any other callback that ends an "
     "epoch or the training, after MetricAverageCallback, so that all ranks see the same metrics."
 )
+OTHER_PARAMETERS = (
+    "HINT: a rank trains other parameters than before, or has a new optimizer: change requires_grad and the parameter "
+    "groups at the same step on all ranks. Otherwise the ranks have different numbers of batches."
+)
+OTHER_STEPS = (
+    "HINT: the ranks most likely call step(closure) a different number of times, or the optimizer calls the closure a "
+    "different number of times: give it the same settings on all ranks (LBFGS: max_iter, max_eval, tolerances), and "
+    "the same number of batches."
+)
 LEFT_EARLY = (
     "HINT: see what rank {rank} printed. All ranks must make the same calls: no call under 'if hvd.rank() == 0' alone, "
     "the same number of batches on all ranks (or hvd.join() if data are uneven), no exit or exception on one rank "
@@ -33,6 +43,11 @@ JOIN_LEFT = (
 STALLED = (
     "HINT: see what the late ranks are doing (py-spy dump --pid): they are slower, for example with more data or a "
     "slower disk, or take another path through the script, for example under 'if hvd.rank() == 0'."
+)
+
+OTHER_CALLBACKS = (
+    "HINT: give fit() the same callbacks in the same order on all ranks, also those of rank 0, and the same number of "
+    "batches. Otherwise see what the late ranks are doing (py-spy dump --pid)."
 )
 
 # By field of a signature: the noun of its values, and the hint where they differ between ranks.
@@ -95,7 +110,18 @@ def for_joined(name: str) -> str:
     )
 
 
+def for_stall(operation: str) -> str:
+    """Return the hint for ranks that did not submit an operation which others wait for."""
+    of_callbacks = METRIC_AVERAGE in operation or BROADCAST_CALLBACK in operation
+    return OTHER_CALLBACKS if of_callbacks else STALLED
+
+
 def for_dead_lock(waits: Sequence[str]) -> str:
     """Return the hint for ranks that wait for each other in these operations."""
-    of_callbacks = any(METRIC_AVERAGE in text or BROADCAST_CALLBACK in text for text in waits)
-    return UNEVEN_FIT if of_callbacks else APART
+    hints = {
+        METRIC_AVERAGE: UNEVEN_FIT,
+        BROADCAST_CALLBACK: UNEVEN_FIT,
+        PARAMETERS: OTHER_PARAMETERS,
+        BEFORE_CLOSURE: OTHER_STEPS,
+    }
+    return next((hint for part, hint in hints.items() if any(part in text for text in waits)), APART)

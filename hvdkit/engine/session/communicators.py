@@ -34,7 +34,7 @@ def _ranks_in(comm: Any, world_comm: Any) -> list[int]:
     ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world)
     if MPI.UNDEFINED in ranks:
         raise ValueError(
-            f"ProcessSet: expected a communicator of ranks of the job, got {group.Get_size()} ranks, of which "
-            f"{list(ranks).count(MPI.UNDEFINED)} are not among the {world.Get_size()} ranks of the job's communicator"
+            "ProcessSet: expected a communicator whose ranks are all in the job's communicator; ranks outside of it: "
+            f"{list(ranks).count(MPI.UNDEFINED)} of {group.Get_size()}"
         )
     return sorted(ranks)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hvdkit.engine.loop.messages import Lost, Ping, Waits
 from hvdkit.engine.loop.negotiation import DEPARTED_SECONDS
 from hvdkit.engine.ops.batch import Handle
-from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED
+from hvdkit.engine.ops.hints import JOIN_LEFT, LEFT_EARLY, STALLED, for_stall
 from hvdkit.engine.steps.lane import Lane
 from hvdkit.engine.telemetry.liveness import Loss
 from hvdkit.errors import PeerLostError, StallError
@@ -119,15 +119,16 @@ class Watch:
         if coordinator is not None and warns:
             for stall in coordinator.stalled(now, warn_after, once=True):
                 logger.warning(
-                    "%s was submitted by ranks %s, but not by ranks %s for %.0f seconds.\n%s",
-                    stall.key, stall.submitted, stall.missing, stall.seconds, STALLED,
+                    "%s was submitted by ranks %s, but not by ranks %s for %.0f s.\n%s",
+                    stall.key, stall.submitted, stall.missing, stall.seconds, for_stall(str(stall.key)),
                 )  # fmt: skip
         if coordinator is not None and fail_after > 0:
             for stall in coordinator.stalled(now, fail_after):
                 coordinator.give_up(
                     stall.key,
                     f"{stall.key} stalled: ranks {stall.missing} did not submit it within {fail_after:g} s "
-                    f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.\n{STALLED}",
+                    f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); ranks {stall.submitted} did.\n"
+                    f"{for_stall(str(stall.key))}",
                 )
         for waiting, lane in self._waiting_lanes():
             if lane.idle():
@@ -137,7 +138,7 @@ class Watch:
             if warns and not waiting.warned and seconds > warn_after:
                 waiting.warned = True
                 logger.warning(
-                    "%s has waited for ranks %s in %s for %.0f seconds.\n%s",
+                    "%s has waited for ranks %s in %s for %.0f s.\n%s",
                     self._mailbox.me(), ranks, lane.waiting_for(), seconds, STALLED,
                 )  # fmt: skip
             if fail_after > 0 and seconds > fail_after:

@@ -110,7 +110,8 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None, rescues:
     listens = arguments.listen is not None
     if listens != (arguments.secret_file is not None):
         fact = "--listen without --secret-file" if listens else "--secret-file without --listen or --join"
-        raise UsageError(f"{fact}\nHINT: give it too: hosts that join prove that they know its secret")
+        needed = "--secret-file" if listens else "one of them"
+        raise UsageError(f"{fact}\nHINT: give {needed} too: hosts that join prove that they know the file's secret")
     given = [flag for name, flag in _FLAGS.items() if getattr(arguments, name) is not None]
     if not given:
         return None

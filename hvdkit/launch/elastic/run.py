@@ -51,6 +51,8 @@ def run_elastic(chosen: Options, environment: dict[str, str], say: Callable[[str
             if ipaddress.ip_address(address).is_unspecified:
                 address = job.own_address
             say(f"hosts join with: hvdkitrun --join {address}:{port} --secret-file {elastic.secret_file}")
+            if not chosen.hosts and elastic.script is None:
+                say("waits for hosts to join; with -H localhost:1 a process runs on this host too")
         outcome = ElasticDriver(job, source, wake, listener).run()
     output.close()
     return report(job, outcome)

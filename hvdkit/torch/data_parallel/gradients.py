@@ -252,9 +252,10 @@ class ModelGradients:
         if shapes and shapes != self._shapes:
             pairs = enumerate(zip_longest(shapes, self._shapes))
             index, pair = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-            was, has = ("nothing" if shape is None else " x ".join(map(str, shape)) or "a number" for shape in pair)
+            was, has = ("no parameter" if shape is None else f"of shape {list(shape)}" for shape in pair)
             raise ValueError(
-                f"the state_dict is of another model: parameter {index} was {was} there, but is {has} here"
+                f"the state_dict is of another model: parameter {index} is {has} here, but was {was} there.\n"
+                "HINT: load a state that a hook of this model saved."
             )
         self.reducer.reset()
         compression_state.resume(self, kept, self._keys)

@@ -42,6 +42,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 # Neither a proxy, which is for other networks, nor a redirection comes between a rank and its launcher.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
+NOT_RANK_0 = (
+    "rank {} reached {} port {}, but another program answers there, or rank 0 asks for a secret that this rank lacks.\n"
+    "HINT: if another program has the port, choose another MASTER_PORT. Give all ranks the same HVDKIT_SECRET_FILE, or "
+    "none."
+)
+
 
 def open_store(world: World, generation: int, timeout_seconds: float) -> tuple[Any, bytes | None]:
     """Return a store that all ranks of ``world`` reach, for this job and generation only, and the job's secret.
@@ -97,8 +103,9 @@ def _store_at(world: World, rendezvous: Rendezvous, secret: bytes | None, timeou
     try:
         _stores[key] = connect(session, me, (host, rendezvous.port), timeout_seconds)
     except AuthenticationError as error:
-        text = str(error) if secret is not None else f"rank 0 asks for a secret that rank {world.rank} lacks."
-        raise AuthenticationError(f"{text}\n{STRANGERS}") from None
+        if secret is None:
+            raise AuthenticationError(NOT_RANK_0.format(world.rank, host, rendezvous.port)) from None
+        raise AuthenticationError(f"{error}\n{STRANGERS}") from None
     except OSError as error:
         raise _unreached(world, rendezvous, timeout_seconds, error) from error
     return _stores[key]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, StallError
+from hvdkit.errors import ForkedChildError, HorovodInternalError, MismatchError, PeerLostError, StallError
+from hvdkit.torch.distributed.session import open_session
 from tests.on_ranks import on_ranks
 from tests.ranks import TORCH, start_ranks
 from tests.told import told
@@ -97,12 +98,21 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout_of_the_group(hvd: 
         dist.barrier()
     else:
         # Between nodes a rank may not know yet that the parts of others have come.
-        with told(StallError, f"{SECONDS} s", f"{dist.get_world_size() - 1}]", "all_reduce", "HINT"):
+        hint = (
+            "HINT: all ranks of a group must call the same operations in the same order; if a rank may come later, "
+            "give the group a longer timeout."
+        )
+        late = f"{dist.get_world_size() - 1}]: timed out.\n{hint}"
+        with told(StallError, f" waited {SECONDS} s in ", late, "all_reduce"):
             dist.all_reduce(torch.ones(3), group=on)
         dist.barrier()
     on = group(SECONDS)
     if dist.get_rank() == 0:
-        with told(StallError, f"{SECONDS} s", "receive from ranks [1]", "tag 5"):
+        hint = (
+            "HINT: check that the other rank makes the matching call, with the same tag; if that call may come later, "
+            "give the group a longer timeout."
+        )
+        with told(StallError, f" waited {SECONDS} s in receive from ranks [1]", "tag 5", f": timed out.\n{hint}"):
             dist.recv(torch.ones(3), 1, group=on, tag=5)
     dist.barrier()
 
@@ -260,6 +270,12 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
+def test_a_rank_that_does_not_come_to_the_default_group_is_named() -> None:
+    fact = "rank 0 waited 0.1 s for ranks [1] to make the group."
+    with told(PeerLostError, fact, "HINT: see what these ranks printed; all ranks must call init_process_group."):
+        open_session(dist.HashStore(), 2, 0, 0.1)
+
+
 @two_and_three
 def test_a_monitored_barrier_names_the_ranks_that_do_not_come(hvd: Any) -> None:
     size = dist.get_world_size()
@@ -267,7 +283,12 @@ def test_a_monitored_barrier_names_the_ranks_that_do_not_come(hvd: Any) -> None:
         on = group()
         if dist.get_rank() == 0:
             late = list(range(1, size)) if waits_for_all else [1]
-            with told(StallError, "monitored_barrier", f"ranks {late} did not come within 1 s", "HINT"):
+            fact = f"': ranks {late} did not come within 1 s."
+            hint = (
+                "HINT: see what these ranks are doing (py-spy dump), and whether they take another path through the "
+                "script."
+            )
+            with told(StallError, "monitored_barrier of group '", f"{fact}\n{hint}"):
                 on.monitored_barrier(timedelta(seconds=1), wait_all_ranks=waits_for_all)
         dist.barrier()
         if dist.get_rank() > 0:
@@ -343,9 +364,8 @@ def test_a_receive_from_any_rank_ends_when_all_have_left() -> None:
     (status, output), *others = [finished(process) for process in processes]
     assert [other for other, _ in others] == [0, 0]
     assert status == 1
-    assert re.search(
-        r"PeerLostError: receive from ranks \[1, 2\].*all senders have left the job, rank [12] last", output
-    )
+    fact = r"PeerLostError: receive from ranks \[1, 2\].*: all senders have left the job, rank ([12]) last\.\n"
+    assert re.search(rf"{fact}.*HINT: see what rank \1 printed\. All ranks must make the same calls: ", output), output
 
 
 BESIDE_GLOO = """

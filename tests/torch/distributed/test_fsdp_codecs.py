@@ -71,7 +71,8 @@ def test_wrong_uses_are_errors_that_say_what_to_do(hvd: Any) -> None:
         ReduceScatter(hvd.Compression.fp16)
     reduce, size = ReduceScatter(hvd.Compression.int8), dist.get_world_size()
     reduce(torch.empty(4), torch.ones(4 * size), dist.group.WORLD, dist.ReduceOp.SUM)
-    with told(ValueError, "one ReduceScatter for each module"):
+    fact = f"fsdp.ReduceScatter: got a gradient of {5 * size} elements, after one of {4 * size}"
+    with told(ValueError, fact, "HINT: make one ReduceScatter for each module that fully_shard has wrapped."):
         reduce(torch.empty(5), torch.ones(5 * size), dist.group.WORLD, dist.ReduceOp.SUM)
     with told(ValueError, "a sum or an average"):
         reduce(torch.empty(4), torch.ones(4 * size), dist.group.WORLD, dist.ReduceOp.MAX)
