@@ -69,6 +69,7 @@ $(VENV)/.ready-test: ALONE := tf-keras
 $(VENV)/.ready-docs: EXTRAS := docs
 $(VENV)/.ready-docs: WHY := mkdocs and its plugins
 
+# "compat" installs a path, for scripts beside a checkout named hvdkit: Python would take its folder for the package.
 # The pinned build tools come first, so that the build is as reproducible as the rest. Of pip's progress the big
 # downloads are shown and errors in full; the rest is in the log, where setup.py also says if nothing could be compiled.
 $(VENV)/.ready-train $(VENV)/.ready-test $(VENV)/.ready-docs: pyproject.toml constraints.txt setup.py $(CSRC)
@@ -76,7 +77,7 @@ $(VENV)/.ready-train $(VENV)/.ready-test $(VENV)/.ready-docs: pyproject.toml con
 	@echo "hvdkit: installing $(WHY) into $(VENV); the first time, this takes some minutes"
 	@rm -f $(VENV)/pip.log
 	@$(PIP_INSTALL) -q setuptools wheel pybind11
-	@{ $(PIP_INSTALL) --no-build-isolation --log $(VENV)/pip.log -e '.[$(EXTRAS)]'; echo $$? > $(VENV)/pip.status; } \
+	@{ $(PIP_INSTALL) --no-build-isolation --config-settings editable_mode=compat --log $(VENV)/pip.log -e '.[$(EXTRAS)]'; echo $$? > $(VENV)/pip.status; } \
 	    | grep -E --line-buffered '^ *(Downloading|Using cached) .* MB|^Installing collected' | cut -c 1-110; \
 	    exit $$(cat $(VENV)/pip.status)
 	@test -z '$(ALONE)' || $(PIP_INSTALL) -q --no-deps $(ALONE)

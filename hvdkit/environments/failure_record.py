@@ -89,9 +89,12 @@ def of_exception(
     return Record(cut_off(text, LONGEST_ERROR), "".join(_folded(report.stack)), after)
 
 
-def of_exit(reason: str, frame: FrameType, after: int | None = None) -> Record:
-    """Return the record of a call of sys.exit() in ``frame``, with the lines of the user's own files that led there."""
-    stack = traceback.StackSummary.extract(reversed(list(traceback.walk_stack(frame))))
+def of_exit(reason: str, frame: FrameType | None, after: int | None = None) -> Record:
+    """Return the record of a call of sys.exit() in ``frame``, with the lines of the user's own files that led there.
+
+    ``frame`` is None if no function of Python made the call, as in ``atexit.register(sys.exit, 3)``.
+    """
+    stack = traceback.StackSummary.extract([] if frame is None else reversed(list(traceback.walk_stack(frame))))
     has_own = not all(is_of_a_library(each.filename) for each in stack)
     return Record(reason, "".join(_folded(stack)) if has_own else "", after)
 

@@ -199,4 +199,5 @@ def imports_horovod(command: Sequence[str]) -> bool:
         text = "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return re.search(r"^\s*(import|from) horovod\b", text, re.MULTILINE) is not None
+    imports = re.search(r"^[ \t]*(import[ \t]+horovod\b|from[ \t]+horovod[.\w]*[ \t]+import\b)", text, re.MULTILINE)
+    return imports is not None and "install_as_horovod" not in text

@@ -258,7 +258,8 @@ def tell_of_init(job: LaunchJob, outcome: Outcome) -> None:
         if outcome.failed is None:
             say("no process called hvd.init() or init_process_group(): each trained alone")
         else:
-            hint = f"\n{failures.FOR_HOROVOD}" if failures.imports_horovod(job.options.command) else ""
+            needs_flag = not job.options.as_horovod and failures.imports_horovod(job.options.command)
+            hint = f"\n{failures.FOR_HOROVOD}" if needs_flag else ""
             say(f"no process had called hvd.init() or init_process_group(){hint}")
 
 

@@ -56,7 +56,7 @@ class Meeting:
 
 
 def compared(
-    statements: dict[int, Statement], firsts: Sequence[bool] = (), step: int = 7, differed: bool = False
+    statements: dict[int, Statement], firsts: Sequence[bool] = (), step: int = 7, earlier: Sequence[Verification] = ()
 ) -> tuple[dict[int, str | None], dict[int, str], list[str]]:
     """Return the errors and warnings of ranks that compare their parameters, and in which exchanges they do so."""
     meeting = Meeting(list(statements))
@@ -64,9 +64,9 @@ def compared(
         patch.setattr(verification.warnings, "warn", meeting.warn)
         running = {}
         for index, (rank, statement) in enumerate(statements.items()):
-            of_rank = Verification("hvd.broadcast()")
-            of_rank._differed_at_first = differed
-            of_rank._compared_in = None if index < len(firsts) and firsts[index] else "an engine"
+            of_rank = earlier[index] if earlier else Verification("hvd.broadcast()")
+            if not earlier:
+                of_rank._compared_in = None if index < len(firsts) and firsts[index] else "an engine"
             running[rank] = threads.submit(meeting.run, rank, step, of_rank, statement)
         errors = {rank: each.result() for rank, each in running.items()}
     return errors, meeting.warnings, meeting.exchanges
@@ -77,7 +77,6 @@ def told(
     machines: str = "aaaaaaaa",
     step: int = 7,
     first: bool = False,
-    differed: bool = False,
     tensors: Any = None,
 ) -> tuple[str | None, bool]:
     """Return what ranks with parameters of these hashes, and values, are told, and True if it is an error."""
@@ -86,7 +85,7 @@ def told(
         sketches = None if tensors is None else [sketch_of(np.array(each)) for each in tensors[rank]]
         array = np.array(hashes, dtype=np.uint64)
         statements[rank] = Statement(machines[rank], NAMES[: len(hashes)], PRECISIONS[: len(hashes)], array, sketches)
-    errors, warned, _ = compared(statements, [first] * len(values), step, differed)
+    errors, warned, _ = compared(statements, [first] * len(values), step)
     if errors[0] is not None:
         assert set(errors.values()) == {errors[0]}, "all ranks are told the same"
         assert not warned
@@ -135,14 +134,21 @@ def test_the_first_comparison_asks_for_a_broadcast():
     assert is_error
 
 
-def test_an_error_says_that_parameters_differed_in_the_first_comparison_too():
-    text, is_error = told([1, 2, 3], [4, 5, 6], step=10, differed=True)
-    hint = (
+def test_an_error_says_if_parameters_have_differed_since_the_first_comparison():
+    values = [1, 2, 3], [1, 2, 4]
+    one, other = (Statement("a", NAMES, PRECISIONS, np.array(each, np.uint64), None) for each in values)
+    never = (
         "HINT: they differed in the first comparison already, so they most likely never were the same; have all ranks "
         "start from the same values: hvd.broadcast(). If they were the same at the start: "
     )
-    assert is_error
-    assert text.endswith(f"\n{hint}{CAUSES}")
+    later = "HINT: to make them equal, use hvd.broadcast(); find out why they differ: "
+    for second, hint in ((other, never), (one, later)):
+        ranks = [Verification("hvd.broadcast()") for _ in range(2)]
+        compared({0: one, 1: other}, step=1, earlier=ranks)
+        if second is one:  # a broadcast has made them equal meanwhile
+            compared({0: one, 1: one}, step=10, earlier=ranks)
+        errors, _, _ = compared({0: one, 1: other}, step=100, earlier=ranks)
+        assert str(errors[0]).endswith(f"\n{hint}{CAUSES}")
 
 
 def test_ranks_that_do_not_compute_alike_are_warned_about_unless_some_that_do_differ():

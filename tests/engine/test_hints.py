@@ -105,7 +105,8 @@ APART = (
 UNEVEN = (
     "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all ranks, "
     "for example the smallest as steps_per_epoch, or drop the rest of the data. Otherwise the callbacks differ: use "
-    "the same callbacks in the same order on all ranks, and put EarlyStopping, or any other callback that ends an "
+    "the same callbacks in the same order on all ranks, except callbacks that wait for no other rank, and put "
+    "EarlyStopping, or any other callback that ends an "
     "epoch or the training, after MetricAverageCallback, so that all ranks see the same metrics."
 )
 
@@ -138,8 +139,10 @@ def test_uneven_data_and_callbacks_are_told_as_such(other, hint):
 
 def test_a_callback_that_one_rank_lacks_is_told_as_such():
     callbacks = (
-        "HINT: give fit() the same callbacks in the same order on all ranks, also those of rank 0, and the same number "
-        "of batches. Otherwise see what the late ranks are doing (py-spy dump --pid)."
+        "HINT: see what the late ranks are doing (py-spy dump --pid): they are slower, for example while they load "
+        "data or save a checkpoint, or fit() has other callbacks there. Give MetricAverageCallback, "
+        "BroadcastGlobalVariablesCallback and every callback that waits for other ranks to all ranks, in the same "
+        "order, and the same number of batches."
     )
     late = "HINT: see what the late ranks are doing (py-spy dump --pid): they are slower, "
     assert for_stall("allgather 'BroadcastGlobalVariablesCallback.built.size'") == callbacks

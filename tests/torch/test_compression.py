@@ -172,9 +172,9 @@ def test_patterns_that_match_nothing_are_told(hvd: Any) -> None:
     int8 = hvd.Compression.int8
     begin = "compression: none of the patterns"
     hint = (
-        "HINT: write patterns that match these names ('*' matches all). In PyTorch pass named_parameters=, which has "
-        "the names; in Keras they are the name of a layer and of a variable, without the numbers of layers. A function "
-        "gets the parameter too."
+        "HINT: write patterns that match these names ('*' matches all). In PyTorch these are the names in "
+        "named_parameters= (pass it if you did not); in Keras they are the name of a layer and of a variable, without "
+        "the numbers of layers. A function gets the parameter too."
     )
     are = "matches a gradient, so nothing is compressed. The gradients here are"
     for policy, names, text in (

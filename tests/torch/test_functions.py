@@ -261,8 +261,6 @@ def test_optimizers_that_cannot_be_broadcast_are_an_error_on_every_rank(hvd):
         (adam([parameter, *[other] * last]), "2 parameters in group 0, not 1"),
         (adam([{"params": [parameter]}, *[{"params": [other]}] * last]), "2 parameter groups, not 1"),
     ):
-        fact = (
-            "broadcast_optimizer_state: optimizers must be alike on all ranks, but these differ from those of rank 0:"
-        )
+        fact = "broadcast_optimizer_state: optimizers must be alike on all ranks, but these differ from that of rank 0:"
         with told(ValueError, f"{fact}\nrank {hvd.size() - 1}: {text}"):
             hvd.broadcast_optimizer_state(optimizer, 0)

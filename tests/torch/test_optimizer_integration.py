@@ -113,16 +113,17 @@ def test_closures_are_called_equally_often_on_the_joined_batch(hvd: Any) -> None
 def test_a_mean_over_tokens_without_padding_needs_the_weight_of_the_page_on_questions(hvd: Any) -> None:
     def loss_on_tokens(net: nn.Module, ranks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.cat([batch(rank)[0] for rank in ranks]).double()
-        # Rank r has r samples of padding.
-        target = torch.cat([torch.tensor([-1] * min(rank, 3) + [1] * (4 - min(rank, 3))) for rank in ranks])
-        return nn.functional.cross_entropy(net(inputs), target, ignore_index=-1), (target != -1).sum()
+        # Rank r has 2 r samples of padding: rank 2 has nothing else.
+        target = torch.cat([torch.tensor([-1] * 2 * rank + [1] * (4 - 2 * rank)) for rank in ranks])
+        return nn.functional.cross_entropy(net(inputs), target, ignore_index=-1, reduction="sum"), (target != -1).sum()
 
     pair = Comparison(hvd, make_double)
     loss, tokens = loss_on_tokens(pair.sides[0][0], [hvd.rank()])
-    loss = loss * tokens * hvd.size() / hvd.allreduce(tokens, op=hvd.Sum, name="tokens")
+    loss = loss * hvd.size() / hvd.allreduce(tokens, op=hvd.Sum, name="tokens")
     loss.backward()
     pair.optimizer.step()
-    loss_on_tokens(pair.sides[1][0], range(hvd.size()))[0].backward()
+    loss, tokens = loss_on_tokens(pair.sides[1][0], range(hvd.size()))
+    (loss / tokens).backward()
     pair.plain.step()
     pair.check()
 

@@ -217,9 +217,9 @@ class Policy:
         return (
             f"compression: none of the patterns {patterns} matches a gradient, so nothing is compressed. "
             f"The gradients here are {listed}.\n"
-            "HINT: write patterns that match these names ('*' matches all). In PyTorch pass named_parameters=, which "
-            "has the names; in Keras they are the name of a layer and of a variable, without the numbers of layers. "
-            "A function gets the parameter too."
+            "HINT: write patterns that match these names ('*' matches all). In PyTorch these are the names in "
+            "named_parameters= (pass it if you did not); in Keras they are the name of a layer and of a variable, "
+            "without the numbers of layers. A function gets the parameter too."
         )
 
     def choose(self, parameters: Sequence[tuple[str, Any]]) -> tuple[list[Codec], list[int]]:

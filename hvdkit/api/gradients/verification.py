@@ -240,6 +240,7 @@ class Verification:
         self._compared_in = engine
         self.wants_sketches |= len(set(kinds)) > 1
         if len(set(checksums)) == 1:
+            self._differed_at_first = False  # a broadcast has made them equal
             return
         hashes = dict(zip(ranks, gather("hashes", statement.hashes.tolist()), strict=True))
         text = describe(title, step, statement.names, hashes)
@@ -254,4 +255,4 @@ class Verification:
         if any(are_first) or (rank == ranks[0] and not self._has_warned):
             warnings.warn(text, stacklevel=2)
         self._has_warned = True
-        self._differed_at_first |= any(are_first)
+        self._differed_at_first |= any(are_first) and is_error

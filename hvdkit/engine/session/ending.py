@@ -80,7 +80,9 @@ class Ending:
             self.forget()  # an earlier call whose SystemExit was caught
             if number:
                 self.code, self.reason = number, f"it called sys.exit({cut_off(repr(code), LONGEST_FACT)})"
-                self._exit = failure_record.of_exit(self.reason, sys._getframe(1), self._blamed(sys.exc_info()[1]))
+                self._exit = failure_record.of_exit(
+                    self.reason, sys._getframe().f_back, self._blamed(sys.exc_info()[1])
+                )
             previous_exit(code)
 
         sys.excepthook = excepthook

@@ -252,7 +252,7 @@ class ModelGradients:
         if shapes and shapes != self._shapes:
             pairs = enumerate(zip_longest(shapes, self._shapes))
             index, pair = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-            was, has = ("no parameter" if shape is None else f"of shape {list(shape)}" for shape in pair)
+            was, has = ("missing" if shape is None else f"of shape {list(shape)}" for shape in pair)
             raise ValueError(
                 f"the state_dict is of another model: parameter {index} is {has} here, but was {was} there.\n"
                 "HINT: load a state that a hook of this model saved."

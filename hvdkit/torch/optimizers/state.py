@@ -85,7 +85,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     structure: _Structure = broadcast_object(own, root, f"{name}.structure")
     problems = allgather_object(_difference(structure, optimizer), f"{name}.check")
     if any(problems):
-        fact = f"{name}: optimizers must be alike on all ranks, but these differ from those of rank {root}:"
+        fact = f"{name}: optimizers must be alike on all ranks, but these differ from that of rank {root}:"
         lines = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
         raise ValueError("\n".join([fact, *lines]))
     states = []
