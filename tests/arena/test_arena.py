@@ -62,11 +62,11 @@ def run_without(*arguments: str, **options: Any) -> str:
     return output
 
 
-def check_staged_with_one_line(output: str, *reason: str) -> None:
+def check_staged_with_one_line(output: str, *reason: str, ranks: str = "this host's ranks") -> None:
     lines = [line for line in output.splitlines() if COMPLAINT in line]
     assert len(lines) == 1, output
     fact = (
-        "the gradients of this host's ranks are allocated in memory that the ranks of this host do not share, and are "
+        f"the gradients of {ranks} are allocated in memory that the ranks of this host do not share, and are "
         "summed in chunks, which is slower: "
     )
     hint = ". To accept this without a warning, set HVDKIT_ARENA=0"
@@ -86,4 +86,4 @@ def test_where_somebody_has_replaced_an_entry_it_is_left_alone_and_one_line_says
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_rank_has_no_addresses_left_steps_are_right_and_one_line_names_it(rank):
     output = run_without("nothing", str(rank), preload=TORCH)
-    check_staged_with_one_line(output, "rank", "Cannot allocate memory")
+    check_staged_with_one_line(output, f"Cannot allocate memory on rank {rank}", ranks="the ranks [0, 1]")

@@ -16,6 +16,9 @@ from tests.torch.test_timeline import recorded
 from tests.transports.shared import grown, held, in_thread, shared_files
 from tests.waiting import until
 
+# An operation that lacks a rank is an error after 60 s, which names it.
+LATER_THAN_A_STALL_SECONDS = 180
+
 pytestmark = on_ranks(1, 2, 3, 4, every_size=True)
 
 
@@ -76,7 +79,7 @@ def test_several_threads_may_use_the_engine_at_once(hvd):
             assert result.tolist() == [float(number * hvd.size())] * 50
 
     for outcome in [in_thread(work, number) for number in range(4)]:
-        outcome.result(60)
+        outcome.result(LATER_THAN_A_STALL_SECONDS)
 
 
 def test_the_timeline_is_valid_and_has_a_row_for_each_tensor(hvd):
