@@ -446,3 +446,31 @@ def test_a_sign_of_life_that_comes_while_the_job_ends_is_no_error():
             assert select.select([host.channel.reading], [], [], 60.0)[0]
             host.receive(time.monotonic())
     link.kill()
+
+
+ADDS_A_SET = """
+import torch, hvdkit.torch as hvd
+hvd.init(process_sets="dynamic")
+@hvd.elastic.run
+def train(state):
+    first = hvd.add_process_set([0])
+    everyone = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+    print("SET", first.ranks, everyone.item())
+train(hvd.elastic.TorchState(torch.nn.Linear(1, 1)))
+"""
+
+
+def test_process_sets_may_be_added_if_init_said_so():
+    result = call(["-np", "2", "--min-np", "2"], ADDS_A_SET)
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}]<stdout>: SET [0] 2.0" for rank in (0, 1)], result.stderr
+    assert result.status == 0
+
+
+def test_a_part_of_the_ranks_is_refused():
+    result = call(["-np", "2", "--min-np", "2"], "import hvdkit.torch as hvd; hvd.init(comm=[0, 1])")
+    fact = "ValueError: init: comm: in an elastic job, hvdkitrun decides which processes take part.\n"
+    hint = "HINT: leave comm out; for operations of some of the ranks, pass process_sets=[hvd.ProcessSet(ranks)]."
+    assert f"[0]<stderr>: {fact}[0]<stderr>: {hint}\n" in "".join(
+        line for line in result.stderr.splitlines(keepends=True) if line.startswith("[0]")
+    )
+    assert result.status == 1

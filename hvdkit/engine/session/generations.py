@@ -7,7 +7,6 @@ import logging
 import traceback
 from typing import Any, NamedTuple
 
-from hvdkit import config
 from hvdkit.arena import ARENA
 from hvdkit.engine.session import runtime
 from hvdkit.engine.session.communicators import resolve_ranks
@@ -50,8 +49,7 @@ def enter_next(launcher: Launcher, failed: bool = False, steps: int | None = Non
     from hvdkit.transports.torch_distributed import open_by_ticket  # needs PyTorch
 
     runtime.check_not_forked()
-    settings = config.from_environment()
-    logging.getLogger("hvdkit").setLevel(settings.log_level.upper())
+    settings = runtime.read_settings()
     runtime.watch_end()
     lost = _leave(failed)
     ticket, transport = open_by_ticket(launcher, Report(steps, failed, _missed if lost is None else lost))

@@ -34,10 +34,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hvdkit")
 
+ELASTIC_COMM = (
+    "init: comm: in an elastic job, hvdkitrun decides which processes take part.\n"
+    "HINT: leave comm out; for operations of some of the ranks, pass process_sets=[hvd.ProcessSet(ranks)]."
+)
+
 _session: Session | None = None
 # State of the process, which outlives its sessions.
 _generations: Counter[tuple[int, ...]] = Counter()  # how often each set of ranks has been a job
 _process_sets: list[ProcessSet] = []  # that were passed to init, or added since
+_is_dynamic = False  # init was called with process_sets="dynamic"
 _offer: Topology | None = None  # of a process of an elastic job that is not connected yet
 _inherited: Session | None = None  # of the parent of this fork; to free it would end the parent's session
 
@@ -110,6 +116,13 @@ def dynamic_process_sets() -> bool:
     return _session is not None and _session.engine.settings.dynamic_process_sets
 
 
+def read_settings() -> config.Settings:
+    """Return the settings of a session that begins now, and set the log level."""
+    settings = config.from_environment()
+    logger.setLevel(settings.log_level.upper())
+    return replace(settings, dynamic_process_sets=_is_dynamic or settings.dynamic_process_sets)
+
+
 def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_torch: bool = False) -> None:
     """Detect this process's rank, connect to the others, and start the engine. A second call does nothing.
 
@@ -122,20 +135,20 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     Raises ValueError for contradictory environments and arguments, TransportUnavailableError if ranks cannot meet,
     HorovodInternalError on every rank if versions or process sets differ.
     """
-    global _session, _inherited, _offer
+    global _session, _inherited, _offer, _is_dynamic
     if is_forked():
         _inherited, _session = _session, None
     if _inherited is not None and _inherited.engine.topology.size > 1:
         _session = _inherited
     if _session is not None or _offer is not None:
         return
-    settings = config.from_environment()
-    logger.setLevel(settings.log_level.upper())
-    dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
-    settings = replace(settings, dynamic_process_sets=dynamic or settings.dynamic_process_sets)
-    sets = [] if process_sets is None or dynamic else list(process_sets)
+    _is_dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    settings = read_settings()
+    sets = [] if process_sets is None or _is_dynamic else list(process_sets)
     launcher = elastic.launcher()
-    if launcher is not None and comm is None:
+    if launcher is not None:
+        if is_communicator(comm) or comm:
+            raise ValueError(ELASTIC_COMM)
         _tell_launcher()
         _process_sets[:] = sets
         _offer = offered_topology(launcher.offer)
