@@ -283,8 +283,8 @@ def report_failure(job: LaunchJob, failure: RankFailure, at: float) -> int:
     elif code < 0:
         how = f"was killed by signal {signal_name(-code)} ({-code}){cause}, which ended the job"
     else:
-        has_code = failure.how in ("exited", "aborted")
-        way = f"exited with code {code}" if has_code else f"ended without MPI_Finalize (code {code})"
+        has_exited = failure.how in ("exited", "aborted")
+        way = f"exited with code {code}" if has_exited else f"ended without MPI_Finalize (code {code})"
         how = f"{way}{cause}, which ended the job"
     hint = f"\n{OTHER_CAUSES}" if first == failure.rank and code == -signal.SIGKILL and not cause else ""
     # A host's name is that which its ranks print.

@@ -39,7 +39,7 @@ NEVER_BROADCAST = (
     "after step 10 at the latest, it is an error. If they were the same at the start: "
 )
 LATER = "HINT: to make them equal, use {broadcast}; find out why they differ: "
-STILL = (
+STILL_DIFFER = (
     "HINT: they differed in the first comparison already, so they most likely never were the same; have all ranks "
     "start from the same values: {broadcast}. If they were the same at the start: "
 )
@@ -248,7 +248,7 @@ class Verification:
         if not is_error:
             explanation, is_error = explain(statement, rank, machines, all(are_sketched), gather)
             text = f"{text} {explanation}"
-        hint = (NEVER_BROADCAST if any(are_first) else STILL if self._differed_at_first else LATER) + CAUSES
+        hint = (NEVER_BROADCAST if any(are_first) else STILL_DIFFER if self._differed_at_first else LATER) + CAUSES
         text = f"{text}\n{hint.format(broadcast=self._broadcast)}"
         if is_error and not any(are_first):
             raise ParametersDifferError(text)

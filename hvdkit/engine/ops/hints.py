@@ -7,7 +7,7 @@ from collections.abc import Sequence
 # Ends and beginnings of the names that adapters give to certain operations.
 SPARSE, STATISTICS = ".slices", ".statistics"
 PARAMETERS, BEFORE_CLOSURE = ".kinds'", "'before_closure."
-METRIC_AVERAGE, BROADCAST_CALLBACK = "'MetricAverageCallback", "'BroadcastGlobalVariablesCallback"
+CALLBACKS = "'MetricAverageCallback", "'BroadcastGlobalVariablesCallback"
 
 SAME_MODEL = "HINT: build the same model and freeze the same parameters on every rank."
 SAME_CALLS = "HINT: let every rank make the same calls with the same process set."
@@ -20,8 +20,8 @@ UNEVEN_FIT = (
     "HINT: the ranks most likely have different numbers of batches: give fit() the same number on all ranks, "
     "for example the smallest as steps_per_epoch, or drop the rest of the data. Otherwise the callbacks differ: use "
     "the same callbacks in the same order on all ranks, except callbacks that wait for no other rank, and put "
-    "EarlyStopping, or any other callback that ends an "
-    "epoch or the training, after MetricAverageCallback, so that all ranks see the same metrics."
+    "EarlyStopping, or any other callback that ends an epoch or the training, after MetricAverageCallback, so that all "
+    "ranks see the same metrics."
 )
 OTHER_PARAMETERS = (
     "HINT: a rank trains other parameters than before, or has a new optimizer: change requires_grad and the parameter "
@@ -45,7 +45,6 @@ STALLED = (
     "HINT: see what the late ranks are doing (py-spy dump --pid): they are slower, for example with more data or a "
     "slower disk, or take another path through the script, for example under 'if hvd.rank() == 0'."
 )
-
 OTHER_CALLBACKS = (
     "HINT: see what the late ranks are doing (py-spy dump --pid): they are slower, for example while they load data or "
     "save a checkpoint, or fit() has other callbacks there. Give MetricAverageCallback, "
@@ -115,16 +114,14 @@ def for_joined(name: str) -> str:
 
 def for_stall(operation: str) -> str:
     """Return the hint for ranks that did not submit an operation which others wait for."""
-    of_callbacks = METRIC_AVERAGE in operation or BROADCAST_CALLBACK in operation
-    return OTHER_CALLBACKS if of_callbacks else STALLED
+    return OTHER_CALLBACKS if any(name in operation for name in CALLBACKS) else STALLED
 
 
 def for_dead_lock(waits: Sequence[str]) -> str:
     """Return the hint for ranks that wait for each other in these operations."""
-    hints = {
-        METRIC_AVERAGE: UNEVEN_FIT,
-        BROADCAST_CALLBACK: UNEVEN_FIT,
-        PARAMETERS: OTHER_PARAMETERS,
-        BEFORE_CLOSURE: OTHER_STEPS,
-    }
-    return next((hint for part, hint in hints.items() if any(part in text for text in waits)), APART)
+    operations = "\n".join(waits)
+    if any(name in operations for name in CALLBACKS):
+        return UNEVEN_FIT
+    if PARAMETERS in operations:
+        return OTHER_PARAMETERS
+    return OTHER_STEPS if BEFORE_CLOSURE in operations else APART
