@@ -138,13 +138,14 @@ def work(args: argparse.Namespace) -> None:
     import keras
     from keras_text import ByteTransformer
 
+    strategy = None
+    if args.worker == "tf.distribute":
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before any operation of TensorFlow
     keras.utils.set_random_seed(42)
     optimizer = keras.optimizers.AdamW(1e-4)
     callbacks: list[Any] = []
-    strategy, hvd = None, None
-    if args.worker == "tf.distribute":
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    else:
+    hvd = None
+    if strategy is None:
         hvd = importlib.import_module("horovod.keras" if args.worker == "horovod" else "hvdkit.keras")
         hvd.init()
         rank = hvd.rank()
