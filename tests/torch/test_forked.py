@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +194,37 @@ def test_children_end_however_they_like(transport: str, arguments: list[str], va
     assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
     for way in forked_endings.WAYS:
         assert output.count(f"CHILD {way} CLEANED UP") == 2, output
+
+
+WITHOUT_GUARD = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+import hvdkit.torch as hvd
+
+hvd.init()
+loader = DataLoader(torch.arange(6), num_workers=1, multiprocessing_context=sys.argv[1])
+try:
+    print(len(list(loader)), "LOADED", flush=True)
+except (RuntimeError, OSError, EOFError) as error:  # a worker, or the forkserver, ended
+    print(type(error).__name__, "INSTEAD", flush=True)
+total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
+assert total.tolist() == [hvd.size()] * 3
+print("RANK", hvd.rank(), "THROUGH", flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_that_imports_a_script_without_guard_does_not_join(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_GUARD)
+    status, output = run_ranks([sys.executable, str(script), method], 2, "torch", timeout=200)
+    assert status == 0, output
+    assert "LOADED" not in output
+    assert all(f"RANK {rank} THROUGH" in output for rank in range(2)), output
+    assert (
+        "ValueError: init: multiprocessing has started this process (spawn or forkserver), and it imports the script "
+        "again.\n"
+        'HINT: put hvd.init() and the training below `if __name__ == "__main__":`, which child processes skip.\n'
+    ) in output

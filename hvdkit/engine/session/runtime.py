@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -37,6 +38,10 @@ logger = logging.getLogger("hvdkit")
 ELASTIC_COMM = (
     "init: comm: in an elastic job, hvdkitrun decides which processes take part.\n"
     "HINT: leave comm out; for operations of some of the ranks, pass process_sets=[hvd.ProcessSet(ranks)]."
+)
+CHILD_IMPORTS = (
+    "init: multiprocessing has started this process (spawn or forkserver), and it imports the script again.\n"
+    'HINT: put hvd.init() and the training below `if __name__ == "__main__":`, which child processes skip.'
 )
 
 _session: Session | None = None
@@ -132,10 +137,13 @@ def init(comm: Any = None, process_sets: Any = None, cuda: bool = False, for_tor
     comm: None for all ranks; a list of ranks of the job that take part; or an mpi4py communicator.
     process_sets: ProcessSet objects, the same on every rank, or ``"dynamic"``.
     cuda: tensors of GPUs travel by NCCL; for_torch: tensors are PyTorch's.
-    Raises ValueError for contradictory environments and arguments, TransportUnavailableError if ranks cannot meet,
-    HorovodInternalError on every rank if versions or process sets differ.
+    Raises ValueError for contradictory environments and arguments, and in a child process of multiprocessing that is
+    importing the script; TransportUnavailableError if ranks cannot meet; HorovodInternalError on every rank if versions
+    or process sets differ.
     """
     global _session, _inherited, _offer, _is_dynamic
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # set until the script is imported
+        raise ValueError(CHILD_IMPORTS)
     if is_forked():
         _inherited, _session = _session, None
     if _inherited is not None and _inherited.engine.topology.size > 1:
