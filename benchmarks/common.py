@@ -136,7 +136,7 @@ def machine() -> dict[str, Any]:
     """Return the machine, the versions and the commit that the figures hold for."""
     import hvdkit
 
-    packages = ("torch", "numpy", "mpi4py", "horovod")
+    packages = ("torch", "numpy", "mpi4py", "horovod", "keras", "torchft-nightly")
     return {
         "cpu": _cpu_model(),
         "cpu_flags": _cpu_flags(),
@@ -151,6 +151,7 @@ def machine() -> dict[str, Any]:
         "commit": _commit(),
         "mpi": _mpi_library(),
         **{package: _version(package) for package in packages},
+        "tensorflow": _version("tensorflow") or _version("tensorflow-cpu"),
     }
 
 

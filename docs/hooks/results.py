@@ -25,6 +25,11 @@ NAMES = {
 LIBRARIES = {"hvdkit horovod": "hvdkit on Horovod's engine", "mpi4py": "raw mpi4py", "Gloo": "raw Gloo"}
 ENGINES = {None: "", "mpi": " on MPI", "gloo": " on Gloo", "torch": " on Gloo"}
 VARIANTS = {"topk": "top-k 1 %", "powersgd": "PowerSGD", "2 links": "with two TCP connections"}
+# By results file: the packages whose versions its line of origin adds.
+PACKAGES = {
+    "keras_fit": {"tensorflow": "TensorFlow", "keras": "Keras"},
+    "elastic": {"torchft-nightly": "torchft (nightly)"},
+}
 FLAGS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "sve": "SVE"}
 
 
@@ -39,7 +44,8 @@ def origin(document: dict[str, Any]) -> str:
     features = [shown for flag, shown in FLAGS.items() if flag in machine.get("cpu_flags", ())]
     cpu = f"{machine['cpu']} ({', '.join([*features, str(machine['usable_cores']) + ' cores'])})"
     versions = [f"Python {machine['python']}", f"PyTorch {machine['torch']}", machine["mpi"]]
-    versions += [f"Horovod {machine['horovod']}"] if machine.get("horovod") else []
+    packages = {"horovod": "Horovod", **PACKAGES.get(document["file"], {})}
+    versions += [f"{name} {machine[key]}" for key, name in packages.items() if machine.get(key)]
     rounds = document["arguments"].get("rounds")
     parts = [cpu, *versions, *([f"{rounds} round{'s' * (rounds != 1)}"] if rounds else [])]
     commit = f"commit {machine['commit']}, " if machine.get("commit") else ""

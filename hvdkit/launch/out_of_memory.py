@@ -16,8 +16,8 @@ MEMORY = "memory"  # a note "memory KILLS PEAK LIMIT", the last two in bytes, of
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # codes of subprocess, and of a shell
 LARGE_PART = 0.8  # of the available memory: a killed process of this size probably ran out of it
 OTHER_CAUSES = (
-    "HINT: SIGKILL is sent by the kernel when a host runs out of memory (see dmesg), by SLURM, Kubernetes or Docker "
-    "at one of their limits, or by kill -9"
+    "HINT: find the sender of SIGKILL: the kernel when the host ran out of memory (see dmesg), SLURM, Kubernetes or "
+    "Docker at one of their limits, or kill -9"
 )
 
 

@@ -42,7 +42,13 @@ COUNT = "HINT: give the same number of tensors on every rank: build or load the 
         ("allreduce", "prescale", 2.0, "HINT: pass the same prescale_factor on every rank."),
         ("allreduce", "postscale", 2.0, "HINT: pass the same postscale_factor on every rank."),
         ("allreduce", "device", "cuda", "HINT: put the tensor on the same kind of device on every rank."),
-        ("allreduce", "direct", True, "HINT: use NCCL on every rank, or on none."),
+        (
+            "allreduce",
+            "direct",
+            True,
+            "HINT: give each rank a GPU and a PyTorch with NCCL; or set HVDKIT_TRANSPORT=mpi on all ranks, so that "
+            "tensors of GPUs travel through host memory.",
+        ),
         ("allreduce", "codec", "int8", "HINT: pass the same compression, with the same settings, on every rank."),
         (
             "allreduce",

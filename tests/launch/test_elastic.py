@@ -355,11 +355,12 @@ def test_output_files_of_later_processes_are_made_too(tmp_path):
         "HINT: leave --mpi out: elastic jobs use Gloo, since MPI ends a job if one of its processes fails\n",
     ),
     ("--max-np 4", "--max-np without a number of processes\nHINT: add -np N, the number to start with\n"),
-    ("-np 2 --min-np 3", "--min-np 3 is more than -np 2\nHINT: -np is the number to start with\n"),
-    ("-np 4 --max-np 3", "-np 4 is more than --max-np 3\nHINT: -np is the number to start with\n"),
+    ("-np 2 --min-np 3", "--min-np 3 is more than -np 2\nHINT: raise -np, or lower --min-np to 2\n"),
+    ("-np 4 --max-np 3", "-np 4 is more than --max-np 3\nHINT: lower -np, or raise --max-np to 4\n"),
     (
         "-np 4 --min-np 2 -H localhost:2",
-        "-np 4 asks for more processes than there are slots (2)\nHINT: lower -np, or -H\n",
+        "-np 4 asks for more processes than there are slots (2)\n"
+        "HINT: lower -np to 2, or raise the slots of the hosts (-H HOST:SLOTS)\n",
     ),
     (
         "-np 2 -H localhost:2 --host-discovery-script s",

@@ -121,8 +121,8 @@ def test_a_rank_that_was_killed_otherwise_gets_the_causes_of_the_signal(controll
     line, hint = last_lines([controller, "-np", "2"], kills)
     assert line.endswith(" was killed by signal SIGKILL (9), which ended the job")
     assert hint == (
-        "HINT: SIGKILL is sent by the kernel when a host runs out of memory (see dmesg), by SLURM, Kubernetes or "
-        "Docker at one of their limits, or by kill -9"
+        "HINT: find the sender of SIGKILL: the kernel when the host ran out of memory (see dmesg), SLURM, Kubernetes "
+        "or Docker at one of their limits, or kill -9"
     )
 
 

@@ -91,5 +91,20 @@ def test_named_interfaces_come_before_everything(monkeypatch):
 def test_a_port_that_is_taken_is_told_with_what_to_do():
     with listening.listen("127.0.0.1") as first:
         assert first.getsockname()[0] == "127.0.0.1"
-        with pytest.raises(TransportUnavailableError, match=r"cannot listen on 127.0.0.1[\s\S]*HINT: "):
-            listening.listen("127.0.0.1", first.getsockname()[1])
+        port = first.getsockname()[1]
+        with told(
+            TransportUnavailableError,
+            f"this rank cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+            "HINT: another program, or another job, has the port; choose another MASTER_PORT, or let hvdkitrun choose.",
+        ):
+            listening.listen("127.0.0.1", port)
+
+
+def test_an_address_of_another_host_is_told_with_what_to_do():
+    with told(
+        TransportUnavailableError,
+        "this rank cannot listen on 192.0.2.1 port 0: Cannot assign requested address\n"
+        "HINT: choose a MASTER_PORT from 1024 to 65535. If the address is not one of this host, name the network "
+        "interface with GLOO_SOCKET_IFNAME or --network-interfaces.",
+    ):
+        listening.listen("192.0.2.1")

@@ -65,7 +65,11 @@ FIELDS = {
     "prescale": ("prescale factors", "HINT: pass the same prescale_factor on every rank."),
     "postscale": ("postscale factors", "HINT: pass the same postscale_factor on every rank."),
     "device": ("devices", "HINT: put the tensor on the same kind of device on every rank."),
-    "direct": ("routes (device to device: True)", "HINT: use NCCL on every rank, or on none."),
+    "direct": (
+        "routes (device to device: True)",
+        "HINT: give each rank a GPU and a PyTorch with NCCL; or set HVDKIT_TRANSPORT=mpi on all ranks, so that tensors "
+        "of GPUs travel through host memory.",
+    ),
     "codec": ("compressions", "HINT: pass the same compression, with the same settings, on every rank."),
     "earlier": (
         "numbers of earlier steps",

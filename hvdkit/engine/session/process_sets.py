@@ -178,5 +178,5 @@ def _check_dynamic(doing: str) -> None:
     if not runtime.dynamic_process_sets():
         raise ValueError(
             f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {doing} process sets after Horovod initialization.\n"
-            'HINT: or call hvd.init(process_sets="dynamic").'
+            'HINT: call hvd.init(process_sets="dynamic"), or set the variable before the job starts.'
         )

@@ -128,11 +128,14 @@ def options_of(arguments: argparse.Namespace, hosts: list[Host] | None, rescues:
     may_change = listens or arguments.script is not None
     most = arguments.most or (1 << 30 if may_change else max(start, slots or start))
     if least > start:
-        raise UsageError(f"--min-np {least} is more than -np {start}\nHINT: -np is the number to start with")
+        raise UsageError(f"--min-np {least} is more than -np {start}\nHINT: raise -np, or lower --min-np to {start}")
     if start > most:
-        raise UsageError(f"-np {start} is more than --max-np {most}\nHINT: -np is the number to start with")
+        raise UsageError(f"-np {start} is more than --max-np {most}\nHINT: lower -np, or raise --max-np to {start}")
     if slots is not None and slots < start and not may_change:
-        raise UsageError(f"-np {start} asks for more processes than there are slots ({slots})\nHINT: lower -np, or -H")
+        raise UsageError(
+            f"-np {start} asks for more processes than there are slots ({slots})\n"
+            f"HINT: lower -np to {slots}, or raise the slots of the hosts (-H HOST:SLOTS)"
+        )
     cooldown = (float("inf"),) * 2 if arguments.blacklist == "host" else arguments.cooldown
     if cooldown is not None and cooldown[0] > cooldown[1]:
         raise UsageError("--blacklist-cooldown-range: LOW is larger than HIGH\nHINT: give LOW first, as in 10 60")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -19,6 +20,12 @@ from hvdkit.environments.network import (
 from hvdkit.errors import TransportUnavailableError
 
 logger = logging.getLogger("hvdkit")
+
+PORT_TAKEN = "HINT: another program, or another job, has the port; choose another MASTER_PORT, or let hvdkitrun choose."
+NO_SUCH_PLACE = (
+    "HINT: choose a MASTER_PORT from 1024 to 65535. If the address is not one of this host, name the network interface "
+    "with GLOO_SOCKET_IFNAME or --network-interfaces."
+)
 
 
 def on_one_host(world: World) -> bool:
@@ -76,7 +83,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
     except OSError as error:
         raise TransportUnavailableError(
             f"this rank cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}\n"
-            "HINT: another program, or another job, has the port; choose another MASTER_PORT, or let hvdkitrun choose."
+            + (PORT_TAKEN if error.errno == errno.EADDRINUSE else NO_SUCH_PLACE)
         ) from error
     logger.debug("listening on %s port %d", address, listener.getsockname()[1])
     return listener
