@@ -37,6 +37,7 @@ from hvdkit.environments import elastic
 from tests.elastic.job import ElasticJob, Rank, run
 
 COMMIT_BLOCKS, COMMIT_STEPS = 12, 8
+STEP_NAMES = {True: "a step with a commit", False: "a step without a commit"}
 SETTLING_STEPS, STEPS = 3, 9  # of a generation: before those that count as later steps, and in all
 WORDS = 16  # of a sample
 
@@ -161,7 +162,7 @@ def train_elastic(rank: Rank) -> None:
                 # The first steps after a block without commits copy the parameters.
                 times = [step(bool(block % 2)) for _ in range(COMMIT_STEPS + 3)]
                 seconds[bool(block % 2)] += times[3:]
-            rank.send(**{"with": statistics.median(seconds[True]), "without": statistics.median(seconds[False])})
+            rank.send(**{name: statistics.median(seconds[commits]) for commits, name in STEP_NAMES.items()})
         while True:
             step(commits=True)
 
@@ -173,9 +174,9 @@ def measure_commits(ranks: int) -> list[dict[str, float]]:
     job = ElasticJob(train_elastic, places(ranks, 1))
     job.form(commits=True)
     job.reports()
-    rows = [{"with": row["with"], "without": row["without"]} for row in job.reports()]
+    rows = [{name: row[name] for name in STEP_NAMES.values()} for row in job.reports()]
     job.end()
-    return [{**row, "1000 x ratio": row["with"] / row["without"]} for row in rows]
+    return [{**row, "1000 x ratio": row[STEP_NAMES[True]] / row[STEP_NAMES[False]]} for row in rows]
 
 
 def measure_changes(ranks: int, changes: int) -> list[dict[str, float]]:
@@ -241,7 +242,7 @@ def main() -> None:
         where = f"{hosts} host{'s' * (hosts > 1)}"
         add(f"one of 4 ranks on {where} is killed, {model} parameters", measure_kills(4, hosts, is_large, args.kills))
     for ranks in (2, 4):
-        add(f"{ranks} ranks, a step with a commit and without", measure_commits(ranks))
+        add(f"{ranks} ranks", measure_commits(ranks))
         add(f"one of {ranks} ranks leaves, a new one joins with 164 MB", measure_changes(ranks, args.kills))
     common.save("generations", args, {"unit": "ms: median, worst", "cases": results})
 

@@ -6,8 +6,6 @@ from statistics import median
 
 from docs.hooks.results import duration, peer, percent, result, spread, table
 
-COMMITS = {"with": "a step with a commit", "without": "a step without a commit"}
-
 
 def elastic() -> str:
     """Return the time from the SIGKILL of a rank to the next step of the others."""
@@ -28,17 +26,12 @@ def generations() -> str:
     """Return the times of an elastic job's changes."""
     document = result("generations")
     rows = [
-        [_change(case, figure), f"{middle:g} ms", f"{worst:g} ms"]
+        [f"{case}: {figure}", f"{middle:g} ms", f"{worst:g} ms"]
         for case, figures in document["cases"].items()
         for figure, (middle, worst) in figures.items()
         if figure != "1000 x ratio"
     ]
     return table(["a change of the ranks", "median", "worst"], rows, document)
-
-
-def _change(case: str, figure: str) -> str:
-    """Return the words for a figure of a case, whose name ends with both kinds of steps if commits are measured."""
-    return f"{case.partition(',')[0]}: {COMMITS[figure]}" if figure in COMMITS else f"{case}: {figure}"
 
 
 def idle() -> str:

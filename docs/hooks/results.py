@@ -25,7 +25,7 @@ NAMES = {
 LIBRARIES = {"hvdkit horovod": "hvdkit on Horovod's engine", "mpi4py": "raw mpi4py", "Gloo": "raw Gloo"}
 ENGINES = {None: "", "mpi": " on MPI", "gloo": " on Gloo", "torch": " on Gloo"}
 VARIANTS = {"topk": "top-k 1 %", "powersgd": "PowerSGD", "2 links": "with two TCP connections"}
-# By results file: the packages whose versions its line of origin adds.
+# By results file: the packages, besides those of all files, whose versions stand below its tables.
 PACKAGES = {
     "keras_fit": {"tensorflow": "TensorFlow", "keras": "Keras"},
     "elastic": {"torchft-nightly": "torchft (nightly)"},

@@ -184,8 +184,14 @@ def resident_bytes(process: subprocess.Popen[str]) -> int:
     ("guess", "words"),
     [
         ("what somebody has guessed", "a peer claiming to be rank 0 does not know the job's secret"),
-        (None, "but another program answers there, or rank 0 asks for a secret that this rank lacks"),
+        (
+            None,
+            ", but another program answers there, or rank 0 asks for a secret that this rank lacks.\n"
+            "HINT: if another program has the port, choose another MASTER_PORT. Give all ranks the same "
+            "HVDKIT_SECRET_FILE, or none.",
+        ),
     ],
+    ids=["wrong secret", "no secret"],
 )
 def test_who_does_not_know_the_secret_does_not_become_a_rank(tmp_path, secret, guess, words):
     port = free_port()

@@ -24,12 +24,14 @@ def test_a_training_that_fails_alone_is_told_and_which_rank_it_was_comes_last(co
 def test_a_script_for_horovod_that_finds_none_is_told_what_to_do(controller, tmp_path):
     script = tmp_path / "train.py"
     for text, hint in (
-        ("import horovod.torch as hvd\n", "import hvdkit instead, or start it with hvdkitrun --as-horovod\n"),
+        (
+            "import horovod.torch as hvd\n",
+            "HINT: the script imports horovod: import hvdkit instead, or start it with hvdkitrun --as-horovod\n",
+        ),
         ("import horovods\n", ""),
     ):
         script.write_text(text)
         result = call_bare(controller, "-np", "2", "python3", str(script))
-        hint = hint and f"HINT: the script imports horovod: {hint}"
         assert f"{NOBODY}\n{hint}hvdkitrun: rank " in result.stderr
 
 

@@ -161,6 +161,23 @@ for _ in range(2):
     run(program)
 
 
+def test_process_sets_cannot_be_added_after_init_unless_it_was_asked_for() -> None:
+    program = """
+import hvdkit.torch as hvd
+hvd.init()
+try:
+    hvd.add_process_set([0])
+except ValueError as error:
+    assert str(error) == (
+        "Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow adding process sets after Horovod initialization.\\n"
+        'HINT: call hvd.init(process_sets="dynamic"), or set the variable before the job starts.'
+    ), error
+else:
+    raise AssertionError("it was added")
+"""
+    run(program)
+
+
 def test_a_forked_child_starts_a_job_of_its_own() -> None:
     program = (
         "import os, sys, torch, hvdkit.torch as hvd\n"

@@ -123,7 +123,12 @@ def test_wrong_uses_of_sets_are_told(hvd):
     for process_set in sets:
         if process_set.included():
             outsider = next(rank for rank in range(hvd.size()) if rank not in process_set.ranks)
-            with told(ValueError, "root_rank"):
+            with told(
+                ValueError,
+                f"broadcast: root_rank must be one of the process set's ranks {process_set.ranks}, "
+                f"got invalid root rank {outsider}\n"
+                "HINT: ranks count from 0; in a process set, root_rank is the rank in the whole job.",
+            ):
                 hvd.broadcast(torch.ones(1), outsider, process_set=process_set)
             with told(NotImplementedError, "Adasum does not support non-global process sets"):
                 hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=process_set)

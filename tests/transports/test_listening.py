@@ -104,7 +104,7 @@ def test_an_address_of_another_host_is_told_with_what_to_do():
     with told(
         TransportUnavailableError,
         "this rank cannot listen on 192.0.2.1 port 0: Cannot assign requested address\n"
-        "HINT: choose a MASTER_PORT from 1024 to 65535. If the address is not one of this host, name the network "
+        "HINT: choose a MASTER_PORT from 1024 to 65535. If this host does not have the address, name its network "
         "interface with GLOO_SOCKET_IFNAME or --network-interfaces.",
     ):
         listening.listen("192.0.2.1")

@@ -22,8 +22,8 @@ from hvdkit.errors import TransportUnavailableError
 logger = logging.getLogger("hvdkit")
 
 PORT_TAKEN = "HINT: another program, or another job, has the port; choose another MASTER_PORT, or let hvdkitrun choose."
-NO_SUCH_PLACE = (
-    "HINT: choose a MASTER_PORT from 1024 to 65535. If the address is not one of this host, name the network interface "
+CANNOT_LISTEN = (
+    "HINT: choose a MASTER_PORT from 1024 to 65535. If this host does not have the address, name its network interface "
     "with GLOO_SOCKET_IFNAME or --network-interfaces."
 )
 
@@ -83,7 +83,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
     except OSError as error:
         raise TransportUnavailableError(
             f"this rank cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}\n"
-            + (PORT_TAKEN if error.errno == errno.EADDRINUSE else NO_SUCH_PLACE)
+            + (PORT_TAKEN if error.errno == errno.EADDRINUSE else CANNOT_LISTEN)
         ) from error
     logger.debug("listening on %s port %d", address, listener.getsockname()[1])
     return listener
